@@ -104,7 +104,7 @@ class LocalHub:
             self._on_leave.append(callback)
 
     def wait_until(self, rank: int, predicate: Callable[[], bool], timeout: float) -> bool:
-        """Waits until `predicate()` holds. False if it did not within `timeout` seconds (stepped: if nobody can go on)."""
+        """Waits until `predicate()` holds; False if not within `timeout` seconds (stepped: if nobody can go on)."""
         if self.stepped:
             return self._step_until(rank, predicate)
         deadline = time.monotonic() + timeout
@@ -212,8 +212,8 @@ def as_group(group: Any) -> Group:
     """Makes a `Group` of what users pass.
 
     Arguments:
-        group: a `Group`, a `torch.distributed` ProcessGroup, a one-dimensional DeviceMesh, or None: the default group if
-            `torch.distributed` is initialised, else one rank.
+        group: a `Group`, a `torch.distributed` ProcessGroup, a one-dimensional DeviceMesh, or None: the default group
+            if `torch.distributed` is initialised, else one rank.
 
     Raises:
         TypeError: for anything else.

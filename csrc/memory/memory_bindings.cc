@@ -1,5 +1,63 @@
 #include <pybind11/pybind11.h>
 
+#include <memory>
+
+#include "memory/arena.h"
+#include "memory/mapping.h"
+
+namespace py = pybind11;
+
 namespace moecomm {
-void bind_memory(pybind11::module_& m) { (void)m; }
+
+void bind_memory(py::module_& m) {
+    py::class_<Mapping, std::shared_ptr<Mapping>>(m, "Mapping", "A range of address space, private or shared by memfd.")
+        .def_static("create_private", &Mapping::create_private, py::arg("nbytes"))
+        .def_static("create_shared", &Mapping::create_shared, py::arg("label"), py::arg("nbytes"))
+        .def_static("open_peer", &Mapping::open_peer, py::arg("pid"), py::arg("fd"), py::arg("nbytes"))
+        .def_property_readonly("address", &Mapping::address)
+        .def_property_readonly("nbytes", &Mapping::nbytes)
+        .def_property_readonly("fd", &Mapping::fd)
+        .def("close_fd", &Mapping::close_fd)
+        .def("punch", &Mapping::punch, py::arg("offset"), py::arg("nbytes"))
+        .def("resident_bytes", &Mapping::resident_bytes)
+        .def(
+            "view",
+            [](const Mapping& self, std::size_t offset, std::size_t nbytes) {
+                if (offset > self.nbytes() || nbytes > self.nbytes() - offset) throw py::index_error("outside mapping");
+                return py::memoryview::from_memory(reinterpret_cast<void*>(self.address() + offset),
+                                                   static_cast<py::ssize_t>(nbytes));
+            },
+            py::arg("offset"), py::arg("nbytes"), py::keep_alive<0, 1>());
+
+    py::class_<Block>(m, "Block", py::buffer_protocol(), "One block of an arena; returns to it when this dies.")
+        .def_property_readonly("offset", &Block::offset)
+        .def_property_readonly("nbytes", &Block::nbytes)
+        .def_property_readonly("address", &Block::address)
+        .def_buffer([](Block& self) {
+            return py::buffer_info(reinterpret_cast<void*>(self.address()), 1, "B",
+                                   static_cast<py::ssize_t>(self.nbytes()));
+        });
+
+    py::class_<ArenaUsage>(m, "ArenaUsage")
+        .def_readonly("live_bytes", &ArenaUsage::live_bytes)
+        .def_readonly("live_blocks", &ArenaUsage::live_blocks)
+        .def_readonly("peak_bytes", &ArenaUsage::peak_bytes)
+        .def_readonly("high_water", &ArenaUsage::high_water)
+        .def_readonly("limit", &ArenaUsage::limit)
+        .def_readonly("num_allocations", &ArenaUsage::num_allocations);
+
+    py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena", "Blocks of one mapping, lowest address first.")
+        .def(py::init<std::shared_ptr<Mapping>, std::size_t>(), py::arg("mapping"), py::arg("limit"))
+        .def(
+            "allocate",
+            [](const std::shared_ptr<Arena>& self, std::size_t nbytes) -> std::unique_ptr<Block> {
+                const auto offset = self->allocate(nbytes);
+                if (!offset) return nullptr;
+                return std::make_unique<Block>(self, *offset, nbytes);
+            },
+            py::arg("nbytes"), "A Block, or None when the limit does not allow it.")
+        .def("trim", &Arena::trim)
+        .def("usage", &Arena::usage);
+}
+
 }  // namespace moecomm

@@ -1,5 +1,57 @@
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "sync/board.h"
+#include "sync/process.h"
+
+namespace py = pybind11;
 
 namespace moecomm {
-void bind_sync(pybind11::module_& m) { (void)m; }
+namespace {
+
+// Waits in slices, so that an interrupt from the keyboard is heard; the GIL is free while waiting.
+int wait_interruptible(SignalBoard& board, int slot, std::uint64_t at_least, double timeout) {
+    if (board.reached(slot, at_least)) return static_cast<int>(WaitStatus::kReached);
+    std::int64_t left = static_cast<std::int64_t>(std::min(timeout, 1e9) * 1e9);
+    constexpr std::int64_t slice = 200'000'000;
+    for (;;) {
+        WaitStatus status;
+        {
+            const py::gil_scoped_release release;
+            status = board.wait(slot, at_least, std::min(left, slice));
+        }
+        left -= slice;
+        if (status != WaitStatus::kTimeout || left <= 0) return static_cast<int>(status);
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+}
+
+}  // namespace
+
+void bind_sync(py::module_& m) {
+    py::class_<SignalBoard>(m, "SignalBoard", "Counters by which ranks tell each other how far they are.")
+        .def_static("board_bytes", &SignalBoard::board_bytes, py::arg("num_ranks"), py::arg("num_slots"))
+        .def(py::init<int, int, std::vector<std::uint64_t>, const std::vector<int>&, std::int64_t,
+                      std::vector<std::shared_ptr<Mapping>>>(),
+             py::arg("rank"), py::arg("num_slots"), py::arg("boards"), py::arg("pids"), py::arg("spin_ns"),
+             py::arg("mappings"))
+        .def("signal", &SignalBoard::signal, py::arg("peer"), py::arg("slot"), py::arg("n"))
+        .def(
+            "post",
+            [](SignalBoard& self, std::uint64_t source, std::size_t nbytes,
+               const std::vector<std::uint64_t>& destinations, int slot,
+               std::uint64_t n) { self.post(reinterpret_cast<const void*>(source), nbytes, destinations, slot, n); },
+            py::arg("source"), py::arg("nbytes"), py::arg("destinations"), py::arg("slot"), py::arg("n"))
+        .def("wait", &wait_interruptible, py::arg("slot"), py::arg("at_least"), py::arg("timeout"))
+        .def("reached", &SignalBoard::reached, py::arg("slot"), py::arg("at_least"))
+        .def("lane", &SignalBoard::lane, py::arg("slot"), py::arg("source"))
+        .def("gone", &SignalBoard::gone)
+        .def("process_alive", &SignalBoard::process_alive, py::arg("peer"))
+        .def("depart", &SignalBoard::depart)
+        .def("mark_departed", &SignalBoard::mark_departed, py::arg("peer"));
+}
+
 }  // namespace moecomm

@@ -1,0 +1,42 @@
+// A range of address space: private to the process, or shared through an anonymous file that has no name anywhere.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace moecomm {
+
+class Mapping {
+  public:
+    // Private memory; pages exist once touched.
+    static std::shared_ptr<Mapping> create_private(std::size_t nbytes);
+    // Memory of an anonymous file (memfd); vanishes with the last process that maps it, also after a kill -9.
+    static std::shared_ptr<Mapping> create_shared(const std::string& label, std::size_t nbytes);
+    // Maps the anonymous file that process `pid` holds open as descriptor `fd`. Throws std::system_error.
+    static std::shared_ptr<Mapping> open_peer(int pid, int fd, std::size_t nbytes);
+
+    ~Mapping();
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+
+    std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(base_); }
+    std::size_t nbytes() const { return nbytes_; }
+    int fd() const { return fd_; }
+    // The descriptor is needed for punch(); peers need it only while they open.
+    void close_fd();
+    // Gives the pages of [offset, offset + nbytes) back to the system; they read as zero afterwards.
+    void punch(std::size_t offset, std::size_t nbytes);
+    // Pages of the mapping that are in memory, in bytes.
+    std::size_t resident_bytes() const;
+
+  private:
+    Mapping(void* base, std::size_t nbytes, int fd) : base_(base), nbytes_(nbytes), fd_(fd) {}
+
+    void* base_;
+    std::size_t nbytes_;
+    int fd_;
+};
+
+}  // namespace moecomm

@@ -1,0 +1,161 @@
+#include "sync/board.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+#include <cstring>
+
+#include "check.h"
+
+namespace moecomm {
+namespace {
+
+constexpr std::size_t kLine = 64;              // one cache line per counter: sources do not disturb each other
+constexpr std::int64_t kSliceNs = 50'000'000;  // how often a sleeper looks whether its peers still live
+
+std::int64_t now_ns() {
+    timespec t{};
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * std::int64_t{1'000'000'000} + t.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Not FUTEX_PRIVATE: the word may lie in memory shared between processes.
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, std::int64_t timeout_ns) {
+    const timespec timeout{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
+    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, seen, &timeout, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<std::uint32_t>& word) {
+    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+struct SignalBoard::Header {
+    alignas(kLine) std::atomic<std::uint32_t> doorbell;  // changes whenever a sleeper should look again
+    alignas(kLine) std::atomic<std::uint32_t> sleepers;
+    alignas(kLine) std::atomic<std::uint32_t> departed;  // this board's owner will not signal again
+};
+
+std::size_t SignalBoard::board_bytes(int num_ranks, int num_slots) {
+    return sizeof(Header) + static_cast<std::size_t>(num_ranks) * num_slots * kLine;
+}
+
+SignalBoard::SignalBoard(int rank, int num_slots, std::vector<std::uint64_t> boards, const std::vector<int>& pids,
+                         std::int64_t spin_ns, std::vector<std::shared_ptr<Mapping>> mappings)
+    : rank_(rank),
+      num_ranks_(static_cast<int>(boards.size())),
+      num_slots_(num_slots),
+      boards_(std::move(boards)),
+      spin_ns_(spin_ns),
+      mappings_(std::move(mappings)) {
+    static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "counters are shared between processes");
+    MC_CHECK(boards_.size() == pids.size(), "SignalBoard: one board and one pid per rank");
+    MC_CHECK(rank_ >= 0 && rank_ < num_ranks_ && num_slots_ > 0, "SignalBoard: rank or num_slots out of range");
+    for (int pid : pids) processes_.emplace_back(pid);
+}
+
+SignalBoard::Header& SignalBoard::header(int rank) const { return *reinterpret_cast<Header*>(boards_[rank]); }
+
+std::atomic<std::uint64_t>& SignalBoard::counter(int rank, int slot, int source) const {
+    const std::size_t index = static_cast<std::size_t>(slot) * num_ranks_ + source;
+    return *reinterpret_cast<std::atomic<std::uint64_t>*>(boards_[rank] + sizeof(Header) + index * kLine);
+}
+
+void SignalBoard::ring(int rank) {
+    Header& board = header(rank);
+    // Either the sleeper sees the counter before it sleeps, or we see the sleeper: all four accesses are seq_cst.
+    if (board.sleepers.load(std::memory_order_seq_cst) == 0) return;
+    board.doorbell.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake_all(board.doorbell);
+}
+
+void SignalBoard::signal(int peer, int slot, std::uint64_t n) {
+    MC_CHECK(peer >= 0 && peer < num_ranks_ && slot >= 0 && slot < num_slots_, "signal: peer or slot out of range");
+    counter(peer, slot, rank_).fetch_add(n, std::memory_order_seq_cst);
+    ring(peer);
+}
+
+void SignalBoard::post(const void* source, std::size_t nbytes, const std::vector<std::uint64_t>& destinations, int slot,
+                       std::uint64_t n) {
+    MC_CHECK(static_cast<int>(destinations.size()) == num_ranks_, "post: one destination per rank");
+    // Starting behind myself spreads the ranks over different receivers.
+    for (int i = 1; i <= num_ranks_; ++i) {
+        const int peer = (rank_ + i) % num_ranks_;
+        if (destinations[peer] != 0) std::memcpy(reinterpret_cast<void*>(destinations[peer]), source, nbytes);
+        signal(peer, slot, n);
+    }
+}
+
+bool SignalBoard::reached(int slot, std::uint64_t at_least) const {
+    for (int source = 0; source < num_ranks_; ++source)
+        if (counter(rank_, slot, source).load(std::memory_order_seq_cst) < at_least) return false;
+    return true;
+}
+
+std::uint64_t SignalBoard::lane(int slot, int source) const {
+    MC_CHECK(source >= 0 && source < num_ranks_ && slot >= 0 && slot < num_slots_, "lane: out of range");
+    return counter(rank_, slot, source).load(std::memory_order_acquire);
+}
+
+bool SignalBoard::lost(int slot, std::uint64_t at_least) const {
+    for (int source : gone())
+        if (counter(rank_, slot, source).load(std::memory_order_acquire) < at_least) return true;
+    return false;
+}
+
+WaitStatus SignalBoard::wait(int slot, std::uint64_t at_least, std::int64_t timeout_ns) {
+    MC_CHECK(slot >= 0 && slot < num_slots_, "wait: slot out of range");
+    if (reached(slot, at_least)) return WaitStatus::kReached;
+    const std::int64_t start = now_ns();
+    if (spin_ns_ > 0) {
+        const std::int64_t spin_until = start + (spin_ns_ < timeout_ns ? spin_ns_ : timeout_ns);
+        do {
+            for (int i = 0; i < 32; ++i) {
+                relax();
+                if (reached(slot, at_least)) return WaitStatus::kReached;
+            }
+        } while (now_ns() < spin_until);
+    }
+    Header& mine = header(rank_);
+    for (;;) {
+        mine.sleepers.fetch_add(1, std::memory_order_seq_cst);
+        const std::uint32_t seen = mine.doorbell.load(std::memory_order_seq_cst);
+        const bool done = reached(slot, at_least);
+        const std::int64_t left = start + timeout_ns - now_ns();
+        const bool gone_before = !done && lost(slot, at_least);
+        if (!done && !gone_before && left > 0) futex_wait(mine.doorbell, seen, left < kSliceNs ? left : kSliceNs);
+        mine.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+        if (reached(slot, at_least)) return WaitStatus::kReached;
+        if (gone_before) return WaitStatus::kLost;
+        if (left <= 0) return WaitStatus::kTimeout;
+    }
+}
+
+std::vector<int> SignalBoard::gone() const {
+    std::vector<int> ranks;
+    for (int peer = 0; peer < num_ranks_; ++peer)
+        if (header(peer).departed.load(std::memory_order_acquire) != 0 || !processes_[peer].alive())
+            ranks.push_back(peer);
+    return ranks;
+}
+
+void SignalBoard::mark_departed(int peer) {
+    header(peer).departed.store(1, std::memory_order_seq_cst);
+    for (int other = 0; other < num_ranks_; ++other) ring(other);
+}
+
+void SignalBoard::depart() { mark_departed(rank_); }
+
+}  // namespace moecomm

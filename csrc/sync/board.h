@@ -1,0 +1,65 @@
+// Counters by which ranks tell each other how far they are, in memory that all of them map.
+//
+// Every rank has one board. A board holds, per slot, one 64-bit counter (lane) per source rank: lane (slot, source) is
+// written by that source only and read by the board's owner. All counters grow; a waiter asks for "at least".
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "memory/mapping.h"
+#include "sync/process.h"
+
+namespace moecomm {
+
+enum class WaitStatus { kReached = 0, kTimeout = 1, kLost = 2 };
+
+class SignalBoard {
+  public:
+    static std::size_t board_bytes(int num_ranks, int num_slots);
+
+    // boards[r]: address of rank r's board, zeroed memory, aligned to 64 bytes.
+    // pids[r]: process of rank r, or 0 for a rank that lives in this process.
+    // spin_ns: how long a wait spins before it sleeps.
+    // mappings: where the boards lie; kept alive with this object.
+    SignalBoard(int rank, int num_slots, std::vector<std::uint64_t> boards, const std::vector<int>& pids,
+                std::int64_t spin_ns, std::vector<std::shared_ptr<Mapping>> mappings);
+
+    // Adds n to lane (slot, me) of the peer's board, after all my earlier stores, and wakes the peer if it sleeps.
+    void signal(int peer, int slot, std::uint64_t n);
+    // Copies nbytes to every destination (0 = none), then signals every rank.
+    void post(const void* source, std::size_t nbytes, const std::vector<std::uint64_t>& destinations, int slot,
+              std::uint64_t n);
+    // Waits until every lane of my `slot` is at least `at_least`; at most `timeout_ns`. My loads after it see the
+    // stores that the sources made before they signalled. kLost: a rank whose lane is behind has gone.
+    WaitStatus wait(int slot, std::uint64_t at_least, std::int64_t timeout_ns);
+    bool reached(int slot, std::uint64_t at_least) const;
+    std::uint64_t lane(int slot, int source) const;
+    // Ranks that have gone: their process has ended, or they said so.
+    std::vector<int> gone() const;
+    bool process_alive(int peer) const { return processes_[peer].alive(); }
+    // Tells every peer that this rank will not signal again.
+    void depart();
+    // In-process peers cannot be seen dying; whoever sees it says so here.
+    void mark_departed(int peer);
+
+  private:
+    struct Header;
+    Header& header(int rank) const;
+    std::atomic<std::uint64_t>& counter(int rank, int slot, int source) const;
+    void ring(int rank);
+    bool lost(int slot, std::uint64_t at_least) const;
+
+    const int rank_;
+    const int num_ranks_;
+    const int num_slots_;
+    const std::vector<std::uint64_t> boards_;
+    std::vector<PeerProcess> processes_;
+    const std::int64_t spin_ns_;
+    const std::vector<std::shared_ptr<Mapping>> mappings_;
+};
+
+}  // namespace moecomm

@@ -1,0 +1,101 @@
+"""What transports share whose peers' memory can be addressed: regions by pointer, counters on native boards."""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import os
+from collections.abc import Sequence
+
+from moecomm import _C
+from moecomm.groups import Group
+from moecomm.transports.base import Region, Transport, WaitOutcome
+from moecomm.transports.peers import Peer
+
+__all__ = ["AddressableTransport"]
+
+# Long enough for a peer on another core to finish a microsecond's work, short against a scheduler's time slice.
+_SPIN_NS = 50_000
+
+
+class AddressableTransport(Transport):
+    """Peers' regions are mapped here; only how a mapping is made differs."""
+
+    def __init__(self, group: Group, peers: Sequence[Peer], num_slots: int) -> None:
+        super().__init__(group, peers, num_slots)
+        self._regions: list[list[_C.Mapping]] = []
+        self._addresses: list[list[int]] = []
+        self._closed = False
+        board = self.allocate(_C.SignalBoard.board_bytes(self.num_ranks, num_slots))
+        self.board = _C.SignalBoard(
+            rank=self.rank,
+            num_slots=num_slots,
+            boards=self._addresses[board.index],
+            pids=self._pids(),
+            spin_ns=self._spin_ns(),
+            mappings=self._regions[board.index],
+        )
+
+    @abc.abstractmethod
+    def _map(self, nbytes: int) -> list[_C.Mapping]:
+        """Makes my part of a region and maps everybody's, by rank. Collective."""
+
+    @abc.abstractmethod
+    def _pids(self) -> list[int]:
+        """Per rank the process whose end means that the rank is gone; 0 where it lives in this process."""
+
+    def _spin_ns(self) -> int:
+        """A waiting rank gives its core away at once when there are more ranks than cores."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        here = sum(peer.host == self.peers[self.rank].host for peer in self.peers)
+        return _SPIN_NS if here <= cores else 0
+
+    def allocate(self, nbytes: int) -> Region:
+        mappings = self._map(nbytes)
+        self._regions.append(mappings)
+        self._addresses.append([mapping.address for mapping in mappings])
+        return Region(len(self._regions) - 1, nbytes, mappings[self.rank].address)
+
+    def mapping(self, region: Region) -> _C.Mapping:
+        """My part of the region."""
+        return self._regions[region.index][self.rank]
+
+    def addresses(self, region: Region) -> list[int]:
+        """The addresses of everybody's part of the region, by rank."""
+        return self._addresses[region.index]
+
+    def peer(self, region: Region, rank: int) -> int | None:
+        return self._addresses[region.index][rank]
+
+    def put(self, region: Region, offset: int, address: int, nbytes: int, rank: int) -> None:
+        if not 0 <= offset <= region.nbytes - nbytes:
+            raise ValueError(f"put: [{offset}, {offset + nbytes}) is outside the region of {region.nbytes} bytes")
+        ctypes.memmove(self._addresses[region.index][rank] + offset, address, nbytes)
+
+    def post(self, region: Region, offset: int, address: int, nbytes: int, slot: int, n: int) -> None:
+        self.board.post(address, nbytes, [base + offset for base in self._addresses[region.index]], slot, n)
+
+    def signal(self, rank: int, slot: int, n: int = 1) -> None:
+        self.board.signal(rank, slot, n)
+
+    def wait(self, slot: int, at_least: int, timeout: float) -> WaitOutcome:
+        return WaitOutcome(self.board.wait(slot, at_least, timeout))
+
+    def lane(self, slot: int, source: int) -> int:
+        return self.board.lane(slot, source)
+
+    def gone(self) -> list[int]:
+        return self.board.gone()
+
+    def flush(self) -> None:
+        """Stores and counters are ordered by the memory itself; nothing is ever in flight."""
+
+    def trim(self, region: Region, offset: int, nbytes: int) -> None:
+        self.mapping(region).punch(offset, nbytes)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.board.depart()
+        self._regions.clear()

@@ -1,0 +1,149 @@
+"""The contract of a transport: how a peer is reached. It knows bytes, counters and deadlines; no tokens, no experts.
+
+    rank 0                                       rank 1
+    Region  [ mine | rank 1's, if addressable ]  Region  [ rank 0's, if addressable | mine ]
+    Board   slot 0: lane per source rank         Board   slot 0: lane per source rank
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import ClassVar
+
+from moecomm.groups import Group
+from moecomm.transports.peers import Peer
+
+__all__ = ["Capabilities", "Region", "Transport", "WaitOutcome"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do.
+
+    Attributes:
+        device_types: torch device types whose memory it carries.
+        addressable: a peer's region can be read and written through a pointer.
+        crosses_hosts: reaches processes of other hosts.
+        stream_ordered: works in the order of a device stream.
+        device_initiated: device code starts transfers.
+    """
+
+    device_types: tuple[str, ...]
+    addressable: bool
+    crosses_hosts: bool = False
+    stream_ordered: bool = False
+    device_initiated: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Symmetric memory: every rank has one of the same size, addressed by (region, offset).
+
+    Attributes:
+        index: its number, the same on every rank.
+        nbytes: size of each rank's part.
+        address: address of my part.
+    """
+
+    index: int
+    nbytes: int
+    address: int
+
+
+class WaitOutcome(enum.Enum):
+    """How a wait ended."""
+
+    REACHED = 0
+    TIMEOUT = 1
+    LOST = 2
+
+
+class Transport(abc.ABC):
+    """Reaches the other ranks of a group.
+
+    Construction is collective. Counters only grow; a slot has one lane per source rank.
+
+    Arguments:
+        group: who takes part.
+        peers: identities of all ranks, as `gather_peers` gives them.
+        num_slots: number of counter slots.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, group: Group, peers: Sequence[Peer], num_slots: int) -> None:
+        self.group = group
+        self.rank = group.rank
+        self.num_ranks = group.size
+        self.peers = tuple(peers)
+        self.num_slots = num_slots
+
+    @classmethod
+    @abc.abstractmethod
+    def probe(cls, me: Peer, peers: Sequence[Peer]) -> list[str | None]:
+        """Says for each peer None if it can be reached, else the sentence why not."""
+
+    @classmethod
+    @abc.abstractmethod
+    def remedy(cls) -> str:
+        """The sentence that says what would make this transport usable."""
+
+    @abc.abstractmethod
+    def allocate(self, nbytes: int) -> Region:
+        """Makes a symmetric region of `nbytes` zero bytes per rank; pages exist once touched. Collective."""
+
+    @abc.abstractmethod
+    def peer(self, region: Region, rank: int) -> int | None:
+        """The address of `rank`'s part of the region in my address space, or None where there is none."""
+
+    @abc.abstractmethod
+    def put(self, region: Region, offset: int, address: int, nbytes: int, rank: int) -> None:
+        """Copies `nbytes` from my `address` to `offset` in `rank`'s part of the region."""
+
+    @abc.abstractmethod
+    def signal(self, rank: int, slot: int, n: int = 1) -> None:
+        """Adds `n` to my lane of `rank`'s counter `slot`, ordered after my earlier puts and stores to that rank."""
+
+    @abc.abstractmethod
+    def wait(self, slot: int, at_least: int, timeout: float) -> WaitOutcome:
+        """Waits at most `timeout` seconds until every lane of my counter `slot` is `at_least`."""
+
+    @abc.abstractmethod
+    def lane(self, slot: int, source: int) -> int:
+        """The value of my counter `slot`, lane `source`."""
+
+    @abc.abstractmethod
+    def gone(self) -> list[int]:
+        """Ranks that will not signal again: their process has ended or they have closed."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Returns when all my puts have arrived."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Says goodbye to the peers and lets go of everything; idempotent, and needs no peer."""
+
+    def post(self, region: Region, offset: int, address: int, nbytes: int, slot: int, n: int) -> None:
+        """Puts the same bytes at the same offset of every rank and signals every rank."""
+        for step in range(1, self.num_ranks + 1):
+            rank = (self.rank + step) % self.num_ranks
+            self.put(region, offset, address, nbytes, rank)
+            self.signal(rank, slot, n)
+
+    def signal_all(self, slot: int, n: int) -> None:
+        """Signals every rank, those behind me first."""
+        for step in range(1, self.num_ranks + 1):
+            self.signal((self.rank + step) % self.num_ranks, slot, n)
+
+    def trim(self, region: Region, offset: int, nbytes: int) -> None:
+        """Gives the pages of a range of my part back to the system where that is possible."""
+
+    def describe_peer(self, rank: int) -> str:
+        """Names a rank for messages."""
+        peer = self.peers[rank]
+        return f"rank {rank} (pid {peer.pid} on {peer.hostname})"

@@ -1,0 +1,86 @@
+"""Who the ranks are: facts about a process from which each transport can tell whether it reaches it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+import uuid
+from pathlib import Path
+
+from moecomm.groups import Group, LocalGroup, SoloGroup
+
+__all__ = ["Peer", "gather_peers", "my_identity"]
+
+_PROCESS_TOKEN = uuid.uuid4().hex
+_token_lock = threading.Lock()
+_token_pid = os.getpid()
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One rank's identity.
+
+    Attributes:
+        rank: index in the group.
+        pid: process id, as the process sees it.
+        process: token that is unique to the process.
+        host: token that is unique to the running kernel (boot id), so equal names on different hosts do not mislead.
+        pid_namespace: process ids mean the same within one.
+        uid: user id.
+        hostname: for messages.
+        device_type: torch device type of the tensors it will pass.
+        in_process: the group consists of threads of one process.
+    """
+
+    rank: int
+    pid: int
+    process: str
+    host: str
+    pid_namespace: str
+    uid: int
+    hostname: str
+    device_type: str
+    in_process: bool
+
+
+def _process_token() -> str:
+    """A token for this process; a forked child gets its own."""
+    global _PROCESS_TOKEN, _token_pid
+    with _token_lock:
+        if _token_pid != os.getpid():
+            _PROCESS_TOKEN, _token_pid = uuid.uuid4().hex, os.getpid()
+        return _PROCESS_TOKEN
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def my_identity(group: Group, device_type: str = "cpu") -> Peer:
+    """This process as a member of `group`."""
+    try:
+        pid_namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        pid_namespace = ""
+    return Peer(
+        rank=group.rank,
+        pid=os.getpid(),
+        process=_process_token(),
+        host=_read("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
+        pid_namespace=pid_namespace,
+        uid=os.getuid(),
+        hostname=socket.gethostname(),
+        device_type=device_type,
+        in_process=isinstance(group, (LocalGroup, SoloGroup)),
+    )
+
+
+def gather_peers(group: Group, device_type: str = "cpu") -> list[Peer]:
+    """Every rank's identity, by rank. Collective."""
+    peers: list[Peer] = group.all_gather(my_identity(group, device_type))
+    return peers

@@ -1,0 +1,95 @@
+"""Transports by name. A transport is imported when it is asked for, never before."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+from collections.abc import Sequence
+
+from moecomm.errors import TransportUnavailable
+from moecomm.transports.base import Transport
+from moecomm.transports.peers import Peer
+
+__all__ = ["Choice", "choose", "register", "transport_class", "transport_names"]
+
+_log = logging.getLogger("moecomm.transports")
+
+# In the order in which they are asked: the cheapest way to reach a peer first.
+_known: dict[str, str] = {
+    "local": "moecomm.transports.local:LocalTransport",
+    "shm": "moecomm.transports.shm:ShmTransport",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The transport that was chosen, and why the ones asked before it were not.
+
+    Attributes:
+        transport: the class.
+        refusals: name -> reason.
+    """
+
+    transport: type[Transport]
+    refusals: dict[str, str]
+
+
+def transport_names() -> list[str]:
+    """All names, in the order in which `auto` asks."""
+    return list(_known)
+
+
+def register(name: str, path: str) -> None:
+    """Adds a transport.
+
+    Arguments:
+        name: its name.
+        path: `module:Class`, imported when asked for.
+
+    Raises:
+        ValueError: if the name is taken.
+    """
+    if name in _known:
+        raise ValueError(f"name: a transport {name!r} is registered already")
+    _known[name] = path
+
+
+def transport_class(name: str) -> type[Transport]:
+    """The class of a transport.
+
+    Raises:
+        ValueError: if there is no transport of this name.
+    """
+    if name not in _known:
+        raise ValueError(f"transport: unknown {name!r}; available: {', '.join(_known)}")
+    module, _, attribute = _known[name].partition(":")
+    found: type[Transport] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def refusal(transport: type[Transport], me: Peer, peers: Sequence[Peer]) -> str | None:
+    """Why `transport` does not reach all peers, or None if it does."""
+    return next((reason for reason in transport.probe(me, peers) if reason is not None), None)
+
+
+def choose(name: str, me: Peer, peers: Sequence[Peer]) -> Choice:
+    """Finds the transport that reaches all peers.
+
+    Arguments:
+        name: `auto`, or the only one to ask.
+
+    Raises:
+        TransportUnavailable: if none does; with every reason and remedy.
+    """
+    refusals: dict[str, str] = {}
+    for candidate in transport_names() if name == "auto" else [name]:
+        transport = transport_class(candidate)
+        reason = refusal(transport, me, peers)
+        if reason is None:
+            return Choice(transport, refusals)
+        _log.debug("transport %s: %s", candidate, reason)
+        refusals[candidate] = reason
+    reasons = " ".join(f"{candidate}: {reason}" for candidate, reason in refusals.items())
+    remedies = " ".join(dict.fromkeys(transport_class(candidate).remedy() for candidate in refusals))
+    raise TransportUnavailable(f"transport {name!r}", reasons, remedies)
