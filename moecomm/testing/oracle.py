@@ -1,0 +1,177 @@
+"""The oracle: what dispatch and combine must give, computed in one place from the inputs of all ranks.
+
+Written from the definition of the canonical order and from nothing else; it shares no code with the package's planning.
+
+    T tokens of a rank, H hidden, K top-k, E experts over all ranks, R ranks, N rows that one rank receives
+
+    expert_major    for each local expert, for each source rank, for each of its tokens, for each k: one row per route;
+                    then zero rows up to a multiple of expert_alignment
+    flat            for each source rank, for each of its tokens that chose any local expert: one row
+
+Both functions are plain torch and differentiable, so autograd through them is the reference for gradients, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["ReferenceReceived", "reference_combine", "reference_dispatch"]
+
+
+@dataclass(frozen=True)
+class ReferenceReceived:
+    """What one rank receives.
+
+    Attributes:
+        x: `[N, H]`, the rows; zero where no route is.
+        topk_weights: `[N]` float32, flat: `[N, K]`; 0 where no route is; None if no weights were given.
+        topk_idx: None, flat: `[N, K]` int32 local expert ids, -1 where the expert is elsewhere.
+        num_tokens_per_expert: `[E_local]` int32, routes to each local expert.
+        offsets: `[E_local]` int32, inclusive prefix sums of the counts rounded up to the alignment.
+        sources: `[N, 3]` int64, source rank, token and k of each row; -1 for padding, and for k in flat.
+    """
+
+    x: Tensor
+    topk_weights: Tensor | None
+    topk_idx: Tensor | None
+    num_tokens_per_expert: Tensor
+    offsets: Tensor
+    sources: Tensor
+
+
+def reference_dispatch(
+    xs: Sequence[Tensor],
+    topk_idxs: Sequence[Tensor],
+    topk_weights: Sequence[Tensor] | None = None,
+    *,
+    num_experts: int,
+    rank: int,
+    layout: str = "expert_major",
+    expert_alignment: int = 1,
+) -> ReferenceReceived:
+    """What `rank` receives when every rank dispatches.
+
+    Arguments:
+        xs: by rank, `[T_r, H]`.
+        topk_idxs: by rank, `[T_r, K]` int32 or int64, -1 = no expert.
+        topk_weights: by rank, `[T_r, K]`; what stands at a -1 does not matter.
+        num_experts: over all ranks, placed in contiguous blocks, the first E % R ranks hosting one more.
+        rank: whose receive side.
+        layout: "expert_major" or "flat".
+        expert_alignment: pads the rows of each expert (expert_major), and the offsets.
+    """
+    experts = _local_experts(num_experts, len(xs), rank)
+    counts = torch.tensor([sum(int((idx == e).sum()) for idx in topk_idxs) for e in experts], dtype=torch.int64)
+    padded = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
+    sources = _sources(topk_idxs, experts, layout, expert_alignment)
+    source_rank, token, choice = sources.unbind(1)
+    is_row = source_rank >= 0
+
+    # All tokens of all ranks one below the other, and a zero row at the end for padding.
+    first_token = torch.tensor([0, *(x.shape[0] for x in xs)]).cumsum(0)
+    at = torch.where(is_row, first_token[source_rank.clamp_min(0)] + token, first_token[-1])
+    rows = torch.cat([*xs, xs[0].new_zeros(1, xs[0].shape[1])])[at]
+
+    num_topk = topk_idxs[0].shape[1]
+    ids = torch.cat([*(idx.to(torch.int64) for idx in topk_idxs), torch.full((1, num_topk), -1)])[at]
+    here = (ids >= experts.start) & (ids < experts.stop)
+    weights = None
+    if topk_weights is not None:
+        table = torch.cat([*(w.to(torch.float32) for w in topk_weights), torch.zeros(1, num_topk)])[at]
+        if layout == "flat":
+            weights = torch.where(here, table, 0.0)
+        else:
+            chosen = table.gather(1, choice.clamp_min(0)[:, None])[:, 0]
+            weights = torch.where(is_row, chosen, 0.0)
+    return ReferenceReceived(
+        x=rows,
+        topk_weights=weights,
+        topk_idx=torch.where(here, ids - experts.start, -1).to(torch.int32) if layout == "flat" else None,
+        num_tokens_per_expert=counts.to(torch.int32),
+        offsets=padded.cumsum(0).to(torch.int32),
+        sources=sources,
+    )
+
+
+def reference_combine(
+    ys: Sequence[Tensor],
+    topk_idxs: Sequence[Tensor],
+    *,
+    num_experts: int,
+    rank: int,
+    topk_weights: Tensor | None = None,
+    layout: str = "expert_major",
+    expert_alignment: int = 1,
+) -> Tensor:
+    """What `rank` gets back when every rank combines.
+
+    Arguments:
+        ys: by rank, `[N_r, H]` float64, float32, bfloat16 or float16, in the order of `reference_dispatch`.
+        topk_idxs: by rank, as dispatched.
+        num_experts, layout, expert_alignment: as dispatched.
+        rank: whose tokens.
+        topk_weights: `[T, K]`, the weights of this rank's own tokens (expert_major only); None sums plainly.
+
+    Returns:
+        `[T, H]`: per token the sum over its routes in ascending k (flat: over ranks, ascending), of w * y, product and
+        sum each rounded to float32 (float64 for float64), starting from zero, rounded once to the dtype of `ys`.
+    """
+    if layout == "flat" and topk_weights is not None:
+        raise ValueError("topk_weights: rows of layout 'flat' are summed over experts already and cannot be weighted")
+    own = topk_idxs[rank]
+    num_tokens, num_topk = own.shape
+    # Where the row of each term of each token's sum is, in all rows of all ranks one below the other; last: a zero row.
+    num_terms = num_topk if layout == "expert_major" else len(ys)
+    num_rows = sum(y.shape[0] for y in ys)
+    row_of = torch.full((num_tokens, num_terms), num_rows)
+    first_row = 0
+    for host, y in enumerate(ys):
+        sources = _sources(topk_idxs, _local_experts(num_experts, len(ys), host), layout, expert_alignment)
+        if y.shape[0] != sources.shape[0]:
+            raise ValueError(f"ys[{host}] must have {sources.shape[0]} rows, got {y.shape[0]}")
+        mine = (sources[:, 0] == rank).nonzero()[:, 0]
+        column = sources[mine, 2] if layout == "expert_major" else torch.full_like(mine, host)
+        row_of[sources[mine, 1], column] = first_row + mine
+        first_row += y.shape[0]
+
+    exact = torch.float64 if ys[0].dtype == torch.float64 else torch.float32
+    rows = torch.cat([*ys, ys[0].new_zeros(1, ys[0].shape[1])])
+    total = torch.zeros(num_tokens, rows.shape[1], dtype=exact)
+    for term in range(num_terms):
+        addend = rows[row_of[:, term]].to(exact)
+        if topk_weights is not None:
+            weight = torch.where(own[:, term] >= 0, topk_weights[:, term].to(torch.float32), 0.0)
+            addend = weight[:, None].to(exact) * addend
+        total = total + addend
+    return total.to(rows.dtype)
+
+
+def _local_experts(num_experts: int, num_ranks: int, rank: int) -> range:
+    each, more = divmod(num_experts, num_ranks)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
+def _sources(topk_idxs: Sequence[Tensor], experts: range, layout: str, expert_alignment: int) -> Tensor:
+    """Source rank, token and k of every row, `[N, 3]`, in the canonical order; nonzero() lists in that order, too."""
+    blocks: list[Tensor] = [torch.empty(0, 3, dtype=torch.int64)]
+    if layout == "expert_major":
+        for expert in experts:
+            routes = [_with_rank(source, (idx == expert).nonzero()) for source, idx in enumerate(topk_idxs)]
+            count = sum(block.shape[0] for block in routes)
+            blocks += [*routes, torch.full((-count % expert_alignment, 3), -1)]
+    elif layout == "flat":
+        for source, idx in enumerate(topk_idxs):
+            chosen = ((idx >= experts.start) & (idx < experts.stop)).any(dim=1).nonzero()
+            blocks.append(_with_rank(source, torch.cat([chosen, torch.full_like(chosen, -1)], dim=1)))
+    else:
+        raise ValueError(f"layout must be 'expert_major' or 'flat', got {layout!r}")
+    return torch.cat(blocks)
+
+
+def _with_rank(source: int, token_and_choice: Tensor) -> Tensor:
+    return torch.cat([torch.full((token_and_choice.shape[0], 1), source), token_and_choice], dim=1)
