@@ -1,5 +1,154 @@
+// Binds the row kernels. Everything is an integer here: addresses of contiguous arrays and their sizes. The callers in
+// moecomm/kernels/cpu.py have checked them.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "cpu/combine.h"
+#include "cpu/features.h"
+#include "cpu/gradient.h"
+#include "cpu/push.h"
+#include "cpu/routing.h"
+#include "cpu/stream.h"
+#include "cpu/values.h"
+
+namespace py = pybind11;
 
 namespace moecomm {
-void bind_cpu(pybind11::module_& m) { (void)m; }
+namespace {
+
+using Address = uint64_t;
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// Lets other Python threads run while the work is large enough to be worth the switch.
+class ReleaseGil {
+  public:
+    explicit ReleaseGil(int64_t num_bytes) {
+        if (num_bytes >= (int64_t{1} << 16)) release_.emplace();
+    }
+
+  private:
+    std::optional<py::gil_scoped_release> release_;
+};
+
+Routing routing_of(Address topk_idx, bool is_int64, int64_t num_tokens, int64_t num_topk, Address expert_rank,
+                   int64_t num_experts, int64_t num_ranks) {
+    return {at<const void>(topk_idx),       is_int64,    num_tokens, num_topk,
+            at<const int32_t>(expert_rank), num_experts, num_ranks};
+}
+
+void bind_routing(py::module_& m) {
+    m.def("count_routes", [](Address topk_idx, bool is_int64, int64_t num_tokens, int64_t num_topk, Address expert_rank,
+                             int64_t num_experts, int64_t num_ranks, Address counts) {
+        ReleaseGil release(num_tokens * num_topk * 8);
+        return count_routes(routing_of(topk_idx, is_int64, num_tokens, num_topk, expert_rank, num_experts, num_ranks),
+                            at<int32_t>(counts));
+    });
+    m.def("plan_expert_major", [](Address topk_idx, bool is_int64, int64_t num_tokens, int64_t num_topk,
+                                  Address expert_rank, int64_t num_experts, Address bases, Address routes) {
+        ReleaseGil release(num_tokens * num_topk * 8);
+        plan_expert_major(routing_of(topk_idx, is_int64, num_tokens, num_topk, expert_rank, num_experts, 0),
+                          at<const int64_t>(bases), at<int64_t>(routes));
+    });
+    m.def("plan_flat", [](Address topk_idx, bool is_int64, int64_t num_tokens, int64_t num_topk, Address expert_rank,
+                          int64_t num_experts, int64_t num_ranks, Address bases, Address routes) {
+        ReleaseGil release(num_tokens * num_topk * 8);
+        plan_flat(routing_of(topk_idx, is_int64, num_tokens, num_topk, expert_rank, num_experts, num_ranks),
+                  at<const int64_t>(bases), at<int64_t>(routes));
+    });
+}
+
+void bind_rows(py::module_& m) {
+    m.def("push_rows", [](Address rows, int64_t stride_bytes, int64_t num_rows, int64_t row_bytes, Address routes,
+                          int64_t num_slots, const Addresses& addresses) {
+        ReleaseGil release(num_rows * num_slots * row_bytes);
+        push_rows({at<const char>(rows), stride_bytes, num_rows, row_bytes}, at<const int64_t>(routes), num_slots,
+                  addresses);
+    });
+    m.def("push_weighted_rows", [](Address rows, int64_t stride_bytes, int64_t num_rows, int64_t row_bytes, int format,
+                                   Address routes, int64_t num_slots, const Addresses& addresses, Address weights) {
+        ReleaseGil release(num_rows * num_slots * row_bytes);
+        push_weighted_rows({at<const char>(rows), stride_bytes, num_rows, row_bytes}, static_cast<Format>(format),
+                           at<const int64_t>(routes), num_slots, addresses, at<const float>(weights));
+    });
+    m.def("combine_rows", [](Address out, int64_t num_tokens, int64_t num_columns, int format, Address routes,
+                             int64_t num_slots, const Addresses& addresses, Address weights) {
+        ReleaseGil release(num_tokens * num_slots * num_columns * 4);
+        combine_rows(at<char>(out), num_tokens, num_columns, static_cast<Format>(format), at<const int64_t>(routes),
+                     num_slots, addresses, at<const float>(weights));
+    });
+    m.def("scale_dot", [](Address scaled, Address dots, Address g, Address y, Address weights, int64_t num_rows,
+                          int64_t num_columns, int format) {
+        ReleaseGil release(num_rows * num_columns * 4);
+        scale_dot(at<char>(scaled), at<float>(dots), at<const char>(g), at<const char>(y), at<const float>(weights),
+                  num_rows, num_columns, static_cast<Format>(format));
+    });
+}
+
+void bind_values(py::module_& m) {
+    m.def("push_values",
+          [](Address values, Address routes, int64_t num_tokens, int64_t num_slots, const Addresses& addresses) {
+              ReleaseGil release(num_tokens * num_slots * 8);
+              push_values(at<const float>(values), at<const int64_t>(routes), num_tokens, num_slots, addresses);
+          });
+    m.def("pull_values",
+          [](Address out, Address routes, int64_t num_tokens, int64_t num_slots, const Addresses& addresses) {
+              ReleaseGil release(num_tokens * num_slots * 8);
+              pull_values(at<float>(out), at<const int64_t>(routes), num_tokens, num_slots, addresses);
+          });
+    m.def("push_flat_metadata",
+          [](Address topk_idx, bool is_int64, int64_t num_tokens, int64_t num_topk, Address expert_rank,
+             Address expert_local, int64_t num_experts, Address weights, Address routes, int64_t num_slots,
+             const Addresses& idx_addresses, const Addresses& weight_addresses) {
+              ReleaseGil release(num_tokens * num_topk * 8);
+              push_flat_metadata(routing_of(topk_idx, is_int64, num_tokens, num_topk, expert_rank, num_experts, 0),
+                                 at<const int32_t>(expert_local), at<const float>(weights), at<const int64_t>(routes),
+                                 num_slots, idx_addresses, weight_addresses);
+          });
+    m.def("pull_flat_values",
+          [](Address out, Address topk_idx, bool is_int64, int64_t num_tokens, int64_t num_topk, Address expert_rank,
+             int64_t num_experts, Address routes, int64_t num_slots, const Addresses& addresses) {
+              ReleaseGil release(num_tokens * num_topk * 8);
+              pull_flat_values(at<float>(out),
+                               routing_of(topk_idx, is_int64, num_tokens, num_topk, expert_rank, num_experts, 0),
+                               at<const int64_t>(routes), num_slots, addresses);
+          });
+}
+
+void bind_machine(py::module_& m) {
+    m.def("set_instruction_set", &select_instruction_set);
+    m.def("instruction_set", [] { return name_of(selected_instruction_set()); });
+    m.def("cpu_features", [] {
+        py::dict features;
+        for (InstructionSet set : all_instruction_sets()) features[name_of(set)] = is_available(set);
+        return features;
+    });
+    m.def("stream_copy", [](Address out, Address in, size_t num_bytes) {
+        py::gil_scoped_release release;
+        stream_copy(at<char>(out), at<const char>(in), num_bytes);
+    });
+    m.def("stream_scatter", [](Address out, Address in, int64_t num_rows, int64_t row_bytes, int64_t num_copies) {
+        py::gil_scoped_release release;
+        stream_scatter(at<char>(out), at<const char>(in), num_rows, row_bytes, num_copies);
+    });
+    m.def("stream_read", [](Address in, size_t num_bytes) {
+        py::gil_scoped_release release;
+        return stream_read(at<const char>(in), num_bytes);
+    });
+}
+
+}  // namespace
+
+void bind_cpu(py::module_& m) {
+    bind_routing(m);
+    bind_rows(m);
+    bind_values(m);
+    bind_machine(m);
+}
+
 }  // namespace moecomm

@@ -1,0 +1,54 @@
+// The inner loops over the columns of rows, once per instruction set, behind one table of functions.
+//
+//   push, combine, gradient (which row goes where)  ->  RowLoops (what happens to the bytes of one row)
+//
+// Arithmetic is the same in all of them, operation by operation: products and sums are rounded separately (never
+// fused), sums run in a stated order, and a NaN result is stored as the canonical quiet NaN of its format.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moecomm {
+
+enum class Format { fp64 = 0, fp32 = 1, bf16 = 2, fp16 = 3 };
+inline constexpr int kNumFormats = 4;
+
+inline constexpr size_t bytes_of(Format format) { return format == Format::fp64 ? 8 : format == Format::fp32 ? 4 : 2; }
+
+// Dot products keep this many partial sums: column c is added to sum c % 32 in ascending order, then the sums are
+// added pairwise, j with j + 16, then j + 8, 4, 2, 1.
+inline constexpr int kDotLanes = 32;
+
+struct ReduceArgs {
+    char* out;                // num_columns values
+    const char* const* rows;  // num_rows addresses of rows
+    const float* weights;     // num_rows weights, or nullptr for a plain sum
+    int64_t num_rows;         // zero rows give zeros
+    int64_t num_columns;      // any number
+    const char* const* next;  // rows that will be wanted after these: fetched ahead
+    int64_t num_next;
+};
+
+struct RowLoops {
+    // Copies bytes past the caches where whole cache lines are written; the caller fences with fence_streaming.
+    void (*copy_streaming)(char* out, const char* in, size_t num_bytes);
+    // out = rows[0] + rows[1] + ... (each times its weight), from zero, in this order, fp32 (fp64 for fp64) inside.
+    void (*reduce[kNumFormats])(const ReduceArgs& args);
+    // out = weight * in.
+    void (*scale[kNumFormats])(char* out, const char* in, float weight, int64_t num_columns);
+    // out = weight * g; returns the dot product of g and y, rounded to fp32.
+    float (*scale_dot[kNumFormats])(char* out, const char* g, const char* y, float weight, int64_t num_columns);
+    // Reads every byte and returns their exclusive or by 8-byte words: the bound for reading.
+    uint64_t (*read)(const char* in, size_t num_bytes);
+};
+
+// nullptr where this build has no such code.
+const RowLoops* generic_row_loops();
+const RowLoops* avx2_row_loops();
+const RowLoops* avx512_row_loops();
+
+// The table of the selected instruction set.
+const RowLoops& row_loops();
+
+}  // namespace moecomm

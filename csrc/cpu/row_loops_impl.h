@@ -1,0 +1,140 @@
+// The column loops, written once over stripes of 32 columns. A row_loops_<set>.cc includes, inside its own namespace,
+// its lanes_<set>.h and then this file, so that each set has its own copies of every function, compiled for that set.
+//
+// A stripe type offers
+//   Wide              32 values in the type that sums are made in; add, multiply, Wide::broadcast, Wide::Scalar
+//   kBytes, kBlock    bytes of one value in memory; how many stripes fit in registers at once
+//   load, store       32 values from and to memory at any address; store rounds once and makes NaN canonical
+//   spread            the 32 values in column order
+// and the set offers copy_lines (streaming stores of whole lines) and read_lines.
+
+template <class Stripe, bool weighted, int num_stripes>
+MOECOMM_INLINE void reduce_block(char* out, const ReduceArgs& args, int64_t offset) {
+    using Wide = typename Stripe::Wide;
+    using Scalar = typename Wide::Scalar;
+    Wide sum[num_stripes];
+    for (int s = 0; s < num_stripes; ++s) sum[s] = Wide::broadcast(Scalar(0));
+    for (int64_t j = 0; j < args.num_rows; ++j) {
+        const char* const in = args.rows[j] + offset;
+        const Wide weight = Wide::broadcast(weighted ? static_cast<Scalar>(args.weights[j]) : Scalar(1));
+        for (int s = 0; s < num_stripes; ++s) {
+            Wide value = Stripe::load(in + s * 32 * Stripe::kBytes);
+            if (weighted) value = multiply(weight, value);
+            sum[s] = add(sum[s], value);
+        }
+    }
+    for (int s = 0; s < num_stripes; ++s) Stripe::store(out + s * 32 * Stripe::kBytes, sum[s]);
+}
+
+template <class Stripe, bool weighted>
+MOECOMM_TARGET void reduce_columns(const ReduceArgs& args) {
+    constexpr int64_t stripe = 32 * Stripe::kBytes;
+    constexpr int64_t block = Stripe::kBlock * stripe;
+    const int64_t num_bytes = args.num_columns * Stripe::kBytes;
+    int64_t offset = 0;
+    for (; offset + block <= num_bytes; offset += block) {
+        for (int64_t j = 0; j < args.num_next; ++j)
+            for (int64_t line = 0; line < block; line += 64) MOECOMM_PREFETCH(args.next[j] + offset + line);
+        reduce_block<Stripe, weighted, Stripe::kBlock>(args.out + offset, args, offset);
+    }
+    for (; offset + stripe <= num_bytes; offset += stripe)
+        reduce_block<Stripe, weighted, 1>(args.out + offset, args, offset);
+    if (offset == num_bytes) return;
+    // The columns left over go through a zero-filled stripe.
+    using Wide = typename Stripe::Wide;
+    using Scalar = typename Wide::Scalar;
+    char tail[stripe] = {};
+    Wide sum = Wide::broadcast(Scalar(0));
+    for (int64_t j = 0; j < args.num_rows; ++j) {
+        std::memcpy(tail, args.rows[j] + offset, static_cast<size_t>(num_bytes - offset));
+        Wide value = Stripe::load(tail);
+        if (weighted) value = multiply(Wide::broadcast(static_cast<Scalar>(args.weights[j])), value);
+        sum = add(sum, value);
+    }
+    Stripe::store(tail, sum);
+    std::memcpy(args.out + offset, tail, static_cast<size_t>(num_bytes - offset));
+}
+
+template <class Stripe>
+MOECOMM_TARGET void reduce(const ReduceArgs& args) {
+    if (args.weights != nullptr)
+        reduce_columns<Stripe, true>(args);
+    else
+        reduce_columns<Stripe, false>(args);
+}
+
+template <class Stripe>
+MOECOMM_TARGET void scale(char* out, const char* in, float weight, int64_t num_columns) {
+    using Wide = typename Stripe::Wide;
+    constexpr int64_t stripe = 32 * Stripe::kBytes;
+    const Wide factor = Wide::broadcast(static_cast<typename Wide::Scalar>(weight));
+    const int64_t num_bytes = num_columns * Stripe::kBytes;
+    int64_t offset = 0;
+    for (; offset + stripe <= num_bytes; offset += stripe)
+        Stripe::store(out + offset, multiply(factor, Stripe::load(in + offset)));
+    if (offset == num_bytes) return;
+    char tail[stripe] = {};
+    std::memcpy(tail, in + offset, static_cast<size_t>(num_bytes - offset));
+    Stripe::store(tail, multiply(factor, Stripe::load(tail)));
+    std::memcpy(out + offset, tail, static_cast<size_t>(num_bytes - offset));
+}
+
+template <class Stripe>
+MOECOMM_TARGET float scale_dot(char* out, const char* g, const char* y, float weight, int64_t num_columns) {
+    using Wide = typename Stripe::Wide;
+    using Scalar = typename Wide::Scalar;
+    constexpr int64_t stripe = 32 * Stripe::kBytes;
+    const Wide factor = Wide::broadcast(static_cast<Scalar>(weight));
+    const int64_t num_bytes = num_columns * Stripe::kBytes;
+    Wide sum = Wide::broadcast(Scalar(0));
+    int64_t offset = 0;
+    for (; offset + stripe <= num_bytes; offset += stripe) {
+        const Wide value = Stripe::load(g + offset);
+        sum = add(sum, multiply(value, Stripe::load(y + offset)));
+        Stripe::store(out + offset, multiply(factor, value));
+    }
+    if (offset < num_bytes) {
+        char tail[2][stripe] = {};
+        std::memcpy(tail[0], g + offset, static_cast<size_t>(num_bytes - offset));
+        std::memcpy(tail[1], y + offset, static_cast<size_t>(num_bytes - offset));
+        const Wide value = Stripe::load(tail[0]);
+        sum = add(sum, multiply(value, Stripe::load(tail[1])));
+        Stripe::store(tail[0], multiply(factor, value));
+        std::memcpy(out + offset, tail[0], static_cast<size_t>(num_bytes - offset));
+    }
+    Scalar lanes[kDotLanes];
+    Stripe::spread(lanes, sum);
+    for (int step = kDotLanes / 2; step > 0; step /= 2)
+        for (int j = 0; j < step; ++j) lanes[j] = lanes[j] + lanes[j + step];
+    const float result = static_cast<float>(lanes[0]);
+    return result != result ? float_of(kNanFloat) : result;
+}
+
+MOECOMM_TARGET void copy_streaming(char* out, const char* in, size_t num_bytes) {
+    const size_t misaligned = static_cast<size_t>(-reinterpret_cast<uintptr_t>(out) & 63u);
+    const size_t head = misaligned < num_bytes ? misaligned : num_bytes;
+    if (head != 0) std::memcpy(out, in, head);
+    const size_t lines = (num_bytes - head) & ~size_t{63};
+    copy_lines(out + head, in + head, lines);
+    const size_t done = head + lines;
+    if (done != num_bytes) std::memcpy(out + done, in + done, num_bytes - done);
+}
+
+MOECOMM_TARGET uint64_t read(const char* in, size_t num_bytes) {
+    const size_t lines = num_bytes & ~size_t{63};
+    uint64_t sum = read_lines(in, lines);
+    for (size_t i = lines; i < num_bytes; i += 8) {
+        uint64_t word = 0;
+        std::memcpy(&word, in + i, num_bytes - i < 8 ? num_bytes - i : 8);
+        sum ^= word;
+    }
+    return sum;
+}
+
+constexpr RowLoops kRowLoops = {
+    copy_streaming,
+    {reduce<StripeFp64>, reduce<StripeFp32>, reduce<StripeBf16>, reduce<StripeFp16>},
+    {scale<StripeFp64>, scale<StripeFp32>, scale<StripeBf16>, scale<StripeFp16>},
+    {scale_dot<StripeFp64>, scale_dot<StripeFp32>, scale_dot<StripeBf16>, scale_dot<StripeFp16>},
+    read,
+};
