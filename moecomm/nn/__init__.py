@@ -1,0 +1,23 @@
+"""Modules for models: the router, the experts of a rank, the layer that joins them over a communicator."""
+
+from moecomm.nn.experts import GroupedExperts
+from moecomm.nn.gradients import clip_grad_norm, dense_parameters, expert_parameters, synchronize_gradients
+from moecomm.nn.grouped_swiglu import grouped_swiglu
+from moecomm.nn.layer import MoELayer, take_aux_loss
+from moecomm.nn.losses import load_balance_loss, router_z_loss
+from moecomm.nn.router import RouterOutput, TopKRouter
+
+__all__ = [
+    "GroupedExperts",
+    "MoELayer",
+    "RouterOutput",
+    "TopKRouter",
+    "clip_grad_norm",
+    "dense_parameters",
+    "expert_parameters",
+    "grouped_swiglu",
+    "load_balance_loss",
+    "router_z_loss",
+    "synchronize_gradients",
+    "take_aux_loss",
+]

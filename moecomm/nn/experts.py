@@ -1,0 +1,174 @@
+"""The experts of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from moecomm.nn.arithmetic import as_arithmetic
+from moecomm.nn.grouped_swiglu import grouped_swiglu
+
+if TYPE_CHECKING:
+    from moecomm.communicator import Communicator
+
+__all__ = ["GroupedExperts"]
+
+
+@final
+class GroupedExperts(nn.Module):
+    """Gated MLPs (SwiGLU), one per local expert, applied to rows that are grouped by expert.
+
+        y = (silu(x @ gate.T) * (x @ up.T)) @ down.T         gate and up are the two halves of `gate_up_proj[e]`
+
+    Initial weights depend on the seed and on each expert's *global* id alone, so a model has the same experts however
+    many ranks they are spread over. For the same reason `state_dict` has one entry per expert, named by its global id
+    (`<prefix>17.gate_up_proj` `[2I, H]`, `<prefix>17.down_proj` `[H, I]`): the dicts of all ranks can be merged into
+    one, and `load_state_dict` takes its own experts out of such a whole, at any number of ranks.
+
+    Gradients of the weights are sums over all the rows that came, from whatever rank; see `MoELayer`.
+
+    Arguments:
+        num_local_experts: experts of this rank, 0 or more.
+        hidden: H.
+        intermediate: I.
+        expert_ids: the global id of each local expert, distinct; None = 0, 1, 2, ...
+        seed: of the initial weights; give each layer another.
+        std: standard deviation of the initial weights.
+        arithmetic: "auto" multiplies half-precision matrices with the CPU's own instructions for them if it has any,
+            and through fp32 if not; "native" and "float32" force one or the other.
+        dtype: of the weights, torch's default when None.
+
+    Raises:
+        ValueError: a size, id or name that makes no sense.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        expert_ids: Sequence[int] | None = None,
+        seed: int = 0,
+        std: float = 0.02,
+        arithmetic: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_local_experts < 0 or hidden < 1 or intermediate < 1:
+            raise ValueError(
+                "num_local_experts must be at least 0, hidden and intermediate at least 1, "
+                f"got {num_local_experts}, {hidden} and {intermediate}"
+            )
+        ids = tuple(range(num_local_experts) if expert_ids is None else expert_ids)
+        if len(ids) != num_local_experts or len(set(ids)) != len(ids) or any(expert < 0 for expert in ids):
+            raise ValueError(f"expert_ids must be {num_local_experts} distinct ids of 0 or more, got {list(ids)}")
+        self.num_local_experts = num_local_experts
+        self.hidden = hidden
+        self.intermediate = intermediate
+        self.expert_ids = ids
+        self.seed = seed
+        self.std = std
+        self.arithmetic = as_arithmetic(arithmetic)
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(num_local_experts, 2 * intermediate, hidden, device=device, dtype=dtype)
+        )
+        self.down_proj = nn.Parameter(torch.empty(num_local_experts, hidden, intermediate, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @classmethod
+    def for_communicator(cls, communicator: Communicator, intermediate: int, **options: Any) -> GroupedExperts:
+        """The experts that `communicator` places on this rank; `options` as for the constructor."""
+        ids = tuple(communicator.local_experts)
+        return cls(len(ids), communicator.hidden, intermediate, expert_ids=ids, **options)
+
+    def reset_parameters(self) -> None:
+        """Draws every expert's weights anew, each from a generator of its own, in fp32 on the CPU, then rounds them."""
+        if self.gate_up_proj.is_meta:
+            return
+        with torch.no_grad():
+            for index, expert in enumerate(self.expert_ids):
+                # The generator looks at 32 bits of its seed; an odd factor keeps seeds and experts apart.
+                generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + expert) % (1 << 32))
+                for weight in (self.gate_up_proj, self.down_proj):
+                    weight[index].copy_(torch.empty(weight.shape[1:]).normal_(0, self.std, generator=generator))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_local_experts}, {self.hidden}, {self.intermediate}"
+
+    def forward(self, x: Tensor, offsets: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Applies each expert to its rows.
+
+        Under autocast, rows and weights are cast to its dtype, as by `torch.nn.Linear`. Otherwise their dtypes may
+        differ, and the result has that of `x`.
+
+        Arguments:
+            x: `[N, H]` floating, rows grouped by local expert: `Received.x`.
+            offsets: `[E_local]` int32 or int64, inclusive prefix sums of the rows per expert, alignment included:
+                `Received.offsets`. Rows beyond offsets[-1] give zero rows.
+            out: `[N, H]` contiguous, in the dtype of the result; the last product writes into it, which saves a copy
+                when it is a `Communicator.combine_buffer`. None = new memory.
+
+        Returns:
+            `[N, H]`; in the memory of `out` if given. Differentiable once, in `x` and the weights; an expert without
+            rows, or a rank without any, gets gradients that are zero tensors.
+
+        Raises:
+            ValueError: shapes, dtypes or offsets that do not fit.
+        """
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise ValueError(f"x must be [N, hidden = {self.hidden}], got {list(x.shape)}")
+        if offsets.shape != (self.num_local_experts,) or offsets.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"offsets must be int32 or int64 [{self.num_local_experts}], got {offsets.dtype} {list(offsets.shape)}"
+            )
+        gate_up_proj: Tensor = self.gate_up_proj
+        down_proj: Tensor = self.down_proj
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, gate_up_proj, down_proj = x.to(dtype), gate_up_proj.to(dtype), down_proj.to(dtype)
+        if out is not None and (out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous()):
+            raise ValueError(
+                f"out must be contiguous {x.dtype} {list(x.shape)}, got {out.dtype} {list(out.shape)}"
+                f"{'' if out.is_contiguous() else ', not contiguous'}"
+            )
+        return grouped_swiglu(x, offsets, gate_up_proj, down_proj=down_proj, out=out, arithmetic=self.arithmetic)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, weight in self._parameters.items():
+            assert weight is not None
+            source = weight if keep_vars else weight.detach()
+            for index, expert in enumerate(self.expert_ids):
+                destination[f"{prefix}{expert}.{name}"] = source[index]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name, weight in self._parameters.items():
+            assert weight is not None
+            for index, expert in enumerate(self.expert_ids):
+                key = f"{prefix}{expert}.{name}"
+                source = state_dict.get(key)
+                if source is None:
+                    missing_keys.append(key)
+                elif source.shape != weight.shape[1:]:
+                    error_msgs.append(f"{key} must be {list(weight.shape[1:])}, got {list(source.shape)}")
+                else:
+                    with torch.no_grad():
+                        weight[index].copy_(source)
+        # Experts of other ranks are expected here; anything else under this prefix is not.
+        for key in state_dict:
+            owner, _, name = key.removeprefix(prefix).partition(".")
+            if key.startswith(prefix) and not (owner.isdecimal() and name in self._parameters):
+                unexpected_keys.append(key)

@@ -1,0 +1,131 @@
+"""The Mixture-of-Experts layer: router, dispatch, experts, combine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor, nn
+
+from moecomm.nn.experts import GroupedExperts
+from moecomm.nn.router import RouterOutput, TopKRouter
+
+if TYPE_CHECKING:
+    from moecomm.communicator import Communicator
+
+__all__ = ["MoELayer", "take_aux_loss"]
+
+
+@final
+class MoELayer(nn.Module):
+    """A drop-in for an MLP: `[..., H]` in, `[..., H]` out, with experts spread over the ranks of a communicator.
+
+        out = sum over k of topk_weights[t, k] * expert[topk_idx[t, k]](x[t])     (+ shared_expert(x))
+
+    Every rank brings its own tokens, as many as it likes, none included. Calls are collective: every rank of the group
+    must make the same calls in the same order, backward included.
+
+    Gradients. Let every rank's loss be a mean over its own tokens, and the objective the mean of these losses over the
+    ranks, as in data parallelism. Then after backward
+      - gradients of the *experts* already are the sum over the group of what each rank's loss gives: divide them by
+        `gradient_divide_factor`, the number of ranks (where copies of the experts exist in other EP groups, sum over
+        the copies first, and divide by the number of all ranks);
+      - gradients of everything else (router and shared expert too) are of this rank's loss alone: average them.
+    Neither depends on the number of ranks otherwise. `synchronize_gradients` does both.
+
+    Auxiliary losses of the router are not added to anything: call `take_aux_loss` after the forward and add what it
+    returns to the loss.
+
+    Works under autocast (rows travel in its dtype), activation checkpointing (non-reentrant) and torch.compile.
+
+    Arguments:
+        router: for H features, E experts and K routes per token, as `communicator`.
+        experts: those that `communicator` places on this rank; see `GroupedExperts.for_communicator`.
+        shared_expert: a module `[T, H] -> [T, H]` that every token passes through; replicated, no routing.
+        communicator: carries the rows. Not part of the module's state, and left open when the module dies.
+
+    Attributes:
+        gradient_divide_factor: number of ranks, see above.
+        last_router_output: `RouterOutput` of the last forward, without gradients; None before the first.
+
+    Raises:
+        ValueError: parts that do not fit together, with both values.
+    """
+
+    def __init__(
+        self,
+        router: TopKRouter,
+        experts: GroupedExperts,
+        shared_expert: nn.Module | None = None,
+        *,
+        communicator: Communicator,
+    ) -> None:
+        super().__init__()
+        for name, have, want in (
+            ("router.hidden", router.hidden, communicator.hidden),
+            ("router.num_experts", router.num_experts, communicator.num_experts),
+            ("router.num_topk", router.num_topk, communicator.num_topk),
+            ("experts.hidden", experts.hidden, communicator.hidden),
+            ("experts.expert_ids", experts.expert_ids, tuple(communicator.local_experts)),
+        ):
+            if have != want:
+                raise ValueError(f"{name} must be {want} as in the communicator, got {have}")
+        self.router = router
+        self.experts = experts
+        self.shared_expert = shared_expert
+        self.communicator = communicator
+        self.gradient_divide_factor = communicator.num_ranks
+        self.last_router_output: RouterOutput | None = None
+        self._aux_loss: Tensor | None = None
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Sends every token through its experts.
+
+        Arguments:
+            x: `[..., H]` floating; zero tokens are fine.
+            padding_mask: bool, the shape of `x` without H; True = padding: goes to no expert, gives a zero row (plus
+                the shared expert's).
+
+        Returns:
+            The shape of `x`; its dtype, or autocast's.
+
+        Raises:
+            ValueError: the last dim of `x` is not H, or the mask has another shape or dtype.
+        """
+        routing = self.router(x, padding_mask)
+        self._remember(routing)
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_autocast_enabled(x.device.type):
+            rows = rows.to(torch.get_autocast_dtype(x.device.type))
+        received = self.communicator.dispatch(rows, routing.topk_idx)
+        handle = received.handle
+        buffer = self.communicator.combine_buffer(handle, received.x.dtype)
+        y = self.experts(received.x, received.offsets, out=buffer)
+        # The shared expert runs while slower ranks finish their experts.
+        work = self.communicator.combine_async(y, handle, topk_weights=routing.topk_weights)
+        shared = None if self.shared_expert is None else self.shared_expert(rows)
+        out: Tensor = work.wait()
+        return (out if shared is None else out + shared).view(x.shape)
+
+    def take_aux_loss(self) -> Tensor:
+        """The router's losses in the last forward, added up, with their graph; then forgets them.
+
+        Returns:
+            Scalar fp32; zero when there is nothing to take: no forward with gradients since the last call, or no
+            coefficient set.
+        """
+        loss, self._aux_loss = self._aux_loss, None
+        return torch.zeros((), device=self.router.weight.device) if loss is None else loss
+
+    def _remember(self, routing: RouterOutput) -> None:
+        self.last_router_output = routing.detach()
+        # A forward inside a backward is a recomputation, whose graph nobody will ask for.
+        is_recomputation = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        loss = routing.balance_loss + routing.z_loss
+        self._aux_loss = loss if loss.requires_grad and not is_recomputation else None
+
+
+def take_aux_loss(module: nn.Module) -> Tensor:
+    """`MoELayer.take_aux_loss` of every MoE layer within `module`, added up. Scalar fp32."""
+    losses = [layer.take_aux_loss() for layer in module.modules() if isinstance(layer, MoELayer)]
+    return torch.stack(losses).sum() if losses else torch.zeros(())
