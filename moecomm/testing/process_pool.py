@@ -1,9 +1,9 @@
 """A pool of warm worker processes: started once, torch imported, replaced when they die or overrun.
 
-parent ── Job ─────────────► worker of rank r     one message each way per step; a process that ends is seen by its
-       ◄── Done or Failed ──                      sentinel; all ranks have reported, died or are overdue before
-       ── Finish ──────────►                      Finish, so no rank's group vanishes while others still use it
-       ◄── Finish ──────────
+parent -- Job ----------------> worker of rank r    one message each way per step; a process that ends is seen by its
+       <- Done or Failed ------                     sentinel; all ranks have reported, died or are overdue before
+       -- Finish ------------->                     Finish, so no rank's group vanishes while others still use it
+       <- Finish --------------
 """
 
 from __future__ import annotations
