@@ -1,0 +1,130 @@
+"""What takes part in the benchmark: the interface of a dispatcher, and how one is found by its name.
+
+Symbols: T tokens of this rank, H hidden, K top-k, E experts, N rows received, E_local experts of this rank.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from moecomm.bench.config import BenchConfig
+
+__all__ = ["Arrived", "Dispatcher", "Setup", "dispatcher_class"]
+
+BUILT_IN = {
+    "moecomm": "moecomm.bench.ours:MoecommDispatcher",
+    "gloo": "moecomm.bench.gloo:GlooDispatcher",
+    "mpi": "moecomm.bench.mpi:MpiDispatcher",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a dispatcher is built from.
+
+    Arguments:
+        config: the run; sizes are the same on every rank.
+        process_group: of gloo, over all ranks.
+        rank: of this process.
+    """
+
+    config: BenchConfig
+    process_group: torch.distributed.ProcessGroup
+    rank: int
+
+
+class Arrived(Protocol):
+    """What a dispatch brings, in the canonical order: by local expert, then source rank, source token and k."""
+
+    @property
+    def x(self) -> Tensor:
+        """`[N, H]` of the rows' dtype."""
+
+    @property
+    def topk_weights(self) -> Tensor | None:
+        """`[N]` float32, the weight of each row's route."""
+
+    @property
+    def num_tokens_per_expert(self) -> Tensor:
+        """`[E_local]` integers, rows of each local expert."""
+
+
+class Dispatcher(abc.ABC):
+    """One way to carry rows to their experts and home again. All ranks make the same calls in the same order.
+
+    Every operation has ended on this rank when it returns: what it returns may be read, what it was given written.
+    """
+
+    # Name in the table.
+    name: ClassVar[str]
+    # Whether combine adds in ascending k in float32 (float64 for float64) and rounds once, so that its answer is fixed
+    # to the bit; otherwise the check allows for another order of additions.
+    is_exact: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def __init__(self, setup: Setup) -> None:
+        """Get ready for the sizes of `setup`; called on all ranks together."""
+
+    @property
+    @abc.abstractmethod
+    def transport(self) -> str:
+        """By what the bytes travel."""
+
+    @property
+    def codec(self) -> str:
+        """What is on the wire."""
+        return "none"
+
+    @abc.abstractmethod
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Arrived:
+        """Send each row to the ranks of its experts.
+
+        Arguments:
+            x: `[T, H]`, contiguous.
+            topk_idx: `[T, K]` int64, global expert ids, -1 = no expert.
+            topk_weights: `[T, K]` float32, travels with the rows.
+        """
+
+    @abc.abstractmethod
+    def output_buffer(self, arrived: Arrived) -> Tensor:
+        """A tensor `[N, H]` of the rows' dtype where experts would write their output; values undefined."""
+
+    @abc.abstractmethod
+    def combine(self, y: Tensor, arrived: Arrived, topk_weights: Tensor) -> Tensor:
+        """Bring the experts' rows home and add them up, weighted at home.
+
+        Arguments:
+            y: `[N, H]`, the output buffer or the received rows themselves.
+            arrived: what the dispatch brought.
+            topk_weights: `[T, K]` float32.
+
+        Returns:
+            `[T, H]`; a token without routes is zero.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what the dispatcher holds."""
+
+
+def dispatcher_class(name: str) -> type[Dispatcher]:
+    """Find a dispatcher: `moecomm`, `gloo`, `mpi`, or `module:Class` of your own, built as `Class(setup)`.
+
+    Raises:
+        ValueError: unknown name, or what was found is no `Dispatcher`.
+        ImportError: the module needs a part that is not installed.
+    """
+    path = BUILT_IN.get(name, name)
+    module_name, colon, class_name = path.partition(":")
+    if not colon:
+        raise ValueError(f"backend {name!r} is unknown; available: {', '.join(sorted(BUILT_IN))}, or module:Class")
+    found = getattr(importlib.import_module(module_name), class_name, None)
+    if not isinstance(found, type) or not issubclass(found, Dispatcher):
+        raise ValueError(f"backend {name!r} is not a subclass of moecomm.bench.dispatchers.Dispatcher")
+    return found

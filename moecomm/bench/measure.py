@@ -1,0 +1,194 @@
+"""The measuring loop of one case on one rank.
+
+    turn:   for each backend, then for the memory bound:   `burst` repetitions
+            repetition:   barrier, dispatch and combine of what came    -> times of dispatch and of the pair
+                          barrier, combine of an output buffer          -> time of combine
+            rank 0 says whether there is another turn
+
+So backends alternate and whatever else the machine does hits all alike. A barrier stands before each timed part and is
+not in it. A repetition of small cases takes microseconds, so a turn then holds several.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from moecomm.bench.barrier import SpinBarrier
+from moecomm.bench.bound import MemoryBound
+from moecomm.bench.check import wrong_in_combine, wrong_in_dispatch
+from moecomm.bench.config import BenchConfig
+from moecomm.bench.dispatchers import Arrived, Dispatcher
+from moecomm.bench.workload import Workload
+
+__all__ = ["BOUND", "OPS", "CaseTimes", "Measurement"]
+
+OPS = ("dispatch", "combine", "pair")
+# The name under which times of the memory bound are kept.
+BOUND = "bound"
+
+# A turn repeats a backend until it has taken about this long, so that small cases run in a steady state.
+TURN_SECONDS = 0.002
+MAX_BURST = 16
+# Timed iterations even when the time budget is spent after fewer.
+MIN_ITERATIONS = 3
+
+
+@dataclass
+class CaseTimes:
+    """What one rank found in one case.
+
+    Arguments:
+        nanoseconds: backend -> op -> one time per iteration; the bound under the name `bound`.
+        wrong: backend -> op -> wrong elements in the checked iterations; empty without check.
+    """
+
+    nanoseconds: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    wrong: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+@final
+class Measurement:
+    """Measures one case; all ranks build it and call `run` together.
+
+    Arguments:
+        config: the run.
+        workload: inputs and expected answers of this case.
+        dispatchers: who takes part, in the order of the turns, the same on every rank.
+        barrier: over all ranks.
+        agree: gives rank 0's value to all ranks.
+        progress: called on every rank with the share of this case that is done, from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        config: BenchConfig,
+        workload: Workload,
+        *,
+        dispatchers: Sequence[Dispatcher],
+        barrier: SpinBarrier,
+        agree: Callable[[float], float],
+        progress: Callable[[float], None],
+    ) -> None:
+        self._config = config
+        self._workload = workload
+        self._dispatchers = tuple(dispatchers)
+        self._barrier = barrier
+        self._agree = agree
+        self._progress = progress
+        self._bound = MemoryBound(workload) if config.bound else None
+        self._scale = workload.row_scale().unsqueeze(1)
+        self.times = CaseTimes()
+
+    def run(self) -> CaseTimes:
+        """Check, warm up, measure, check again."""
+        for dispatcher in self._dispatchers:
+            self.times.nanoseconds[dispatcher.name] = {op: [] for op in OPS}
+            if self._config.check:
+                self.times.wrong[dispatcher.name] = dict.fromkeys(OPS, 0)
+                self._check(dispatcher)
+        if self._bound is not None:
+            self.times.nanoseconds[BOUND] = {"dispatch": [], "combine": []}
+        burst = self._warm_up()
+        self._measure(burst)
+        if self._config.check:
+            for dispatcher in self._dispatchers:
+                self._check(dispatcher)
+        return self.times
+
+    def _warm_up(self) -> int:
+        """Untimed turns; returns how many repetitions a turn holds, the same on every rank."""
+        fastest = float("inf")
+        for _ in range(max(1, self._config.warmup)):
+            for dispatcher in self._dispatchers:
+                self._barrier.wait()
+                started = time.perf_counter()
+                self._repeat(dispatcher, {op: [] for op in OPS})
+                fastest = min(fastest, time.perf_counter() - started)
+            self._repeat_bound({op: [] for op in OPS})
+        return int(self._agree(max(1, min(MAX_BURST, TURN_SECONDS // max(fastest, 1e-9)))))
+
+    def _measure(self, burst: int) -> None:
+        config = self._config
+        limit = config.iterations
+        budget = config.seconds / len(config.tokens)
+        gc.collect()
+        gc.disable()
+        try:
+            started = time.monotonic()
+            iterations = 0
+            while True:
+                repetitions = burst if limit is None else min(burst, limit - iterations)
+                for dispatcher in self._dispatchers:
+                    into = self.times.nanoseconds[dispatcher.name]
+                    for _ in range(repetitions):
+                        self._repeat(dispatcher, into)
+                for _ in range(repetitions):
+                    self._repeat_bound(self.times.nanoseconds.get(BOUND, {}))
+                iterations += repetitions
+                spent = time.monotonic() - started
+                enough = iterations >= (limit if limit is not None else MIN_ITERATIONS)
+                # One more turn like those so far would pass the budget.
+                over = spent * (iterations + repetitions) / iterations > budget and iterations >= MIN_ITERATIONS
+                done = over or (limit is not None and enough)
+                self._progress(min(1.0, max(spent / budget, iterations / limit if limit else 0.0)))
+                if self._agree(float(done)):
+                    return
+        finally:
+            gc.enable()
+
+    def _repeat(self, dispatcher: Dispatcher, into: dict[str, list[int]]) -> None:
+        inputs = self._workload.inputs
+        x, topk_idx, weights = inputs.x, inputs.topk_idx, inputs.topk_weights
+        clock = time.perf_counter_ns
+        self._barrier.wait()
+        t0 = clock()
+        arrived = dispatcher.dispatch(x, topk_idx, weights)
+        t1 = clock()
+        result = dispatcher.combine(arrived.x, arrived, weights)
+        t2 = clock()
+        del result
+        y = dispatcher.output_buffer(arrived)
+        y.copy_(arrived.x)
+        self._barrier.wait()
+        t3 = clock()
+        _result = dispatcher.combine(y, arrived, weights)  # named, so that it is freed outside the timed part
+        t4 = clock()
+        into["dispatch"].append(t1 - t0)
+        into["pair"].append(t2 - t0)
+        into["combine"].append(t4 - t3)
+
+    def _repeat_bound(self, into: dict[str, list[int]]) -> None:
+        if self._bound is None:
+            return
+        for op, move in (("dispatch", self._bound.dispatch), ("combine", self._bound.combine)):
+            self._barrier.wait()
+            started = time.perf_counter_ns()
+            move()
+            into[op].append(time.perf_counter_ns() - started)
+
+    def _check(self, dispatcher: Dispatcher) -> None:
+        inputs, exact = self._workload.inputs, dispatcher.is_exact
+        wrong = self.times.wrong[dispatcher.name]
+        arrived = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+        wrong["dispatch"] += wrong_in_dispatch(self._workload, arrived)
+        y = self._experts(dispatcher, arrived)
+        combined = dispatcher.combine(arrived.x, arrived, inputs.topk_weights)
+        wrong["pair"] += wrong_in_combine(self._workload, combined, scaled=False, exact=exact)
+        combined = dispatcher.combine(y, arrived, inputs.topk_weights)
+        wrong["combine"] += wrong_in_combine(self._workload, combined, scaled=True, exact=exact)
+
+    def _experts(self, dispatcher: Dispatcher, arrived: Arrived) -> Tensor:
+        """What the benchmark's experts make of the rows; of rows that did not come as they must, the rows."""
+        y = dispatcher.output_buffer(arrived)
+        if arrived.x.shape[0] == self._scale.shape[0]:
+            torch.mul(arrived.x, self._scale, out=y)
+        else:
+            y.copy_(arrived.x)
+        return y

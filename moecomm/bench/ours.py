@@ -1,0 +1,59 @@
+"""moecomm itself as one of the dispatchers of the benchmark."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import final
+
+import torch
+from torch import Tensor
+
+import moecomm
+from moecomm.bench.dispatchers import Arrived, Dispatcher, Setup
+
+__all__ = ["MoecommDispatcher"]
+
+
+@final
+class MoecommDispatcher(Dispatcher):
+    """`Communicator.dispatch` in the expert-major layout, `Communicator.combine` with the weights applied at home."""
+
+    name = "moecomm"
+    is_exact = True
+
+    def __init__(self, setup: Setup) -> None:
+        config = setup.config
+        self._mode = config.mode
+        self._dtype = getattr(torch, config.dtype)
+        self._communicator = moecomm.Communicator(
+            setup.process_group,
+            num_experts=config.experts,
+            hidden=config.hidden,
+            num_topk=config.topk,
+            max_tokens_per_rank=max(config.tokens),
+            transport=config.transport,
+            codec=config.codec,
+            timeout=timedelta(seconds=min(config.timeout, 100.0)),
+        )
+
+    @property
+    def transport(self) -> str:
+        return self._communicator.transport_name
+
+    @property
+    def codec(self) -> str:
+        return "none"
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Arrived:
+        return self._communicator.dispatch(x, topk_idx, topk_weights, mode=self._mode)
+
+    def output_buffer(self, arrived: Arrived) -> Tensor:
+        assert isinstance(arrived, moecomm.Received)
+        return self._communicator.combine_buffer(arrived.handle, self._dtype)
+
+    def combine(self, y: Tensor, arrived: Arrived, topk_weights: Tensor) -> Tensor:
+        assert isinstance(arrived, moecomm.Received)
+        return self._communicator.combine(y, arrived.handle, topk_weights=topk_weights)
+
+    def close(self) -> None:
+        self._communicator.close()

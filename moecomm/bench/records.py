@@ -1,0 +1,163 @@
+"""From what the ranks left to records: one per case, operation and backend; the objects of `--json`.
+
+Bytes of a record (its payload):
+
+    dispatch   rows that a rank receives, one per route (expert-major), its own included, x row bytes
+    combine    rows that come back to a rank, one per route of its tokens, x row bytes
+    pair       the sum of both
+
+of the rank that has most. GB/s = bytes / median time of the slowest rank, 1 GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moecomm.bench.config import BenchConfig
+from moecomm.bench.measure import BOUND, OPS
+from moecomm.bench.statistics import Summary, summarise
+
+__all__ = ["Record", "as_json", "make_records"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the table.
+
+    Arguments:
+        op: `dispatch`, `combine` or `pair`.
+        backend: who did it; transport, codec: how.
+        tokens: per rank.
+        summary: the times.
+        bytes: payload as stated on top; local_bytes: the part of it that a rank sends to itself.
+        bound_us: median time of the memory bound, `None` if it was not measured.
+        ratio: this backend's median over moecomm's, `None` if moecomm took no part.
+        wrong: wrong elements over all ranks and checks, `None` if nothing was checked.
+    """
+
+    op: str
+    backend: str
+    transport: str
+    codec: str
+    tokens: int
+    summary: Summary
+    bytes: int
+    local_bytes: int
+    bound_us: float | None
+    ratio: float | None
+    wrong: int | None
+
+    @property
+    def gbps(self) -> float:
+        """Payload per time, in 1e9 bytes per second."""
+        return self.bytes / 1e3 / self.summary.median_us
+
+    @property
+    def bound_gbps(self) -> float | None:
+        """Payload per time of the memory bound, in 1e9 bytes per second."""
+        return None if self.bound_us is None else self.bytes / 1e3 / self.bound_us
+
+    @property
+    def bound_fraction(self) -> float | None:
+        """The time of the memory bound over the time taken: 1 = as fast as memory allows."""
+        return None if self.bound_us is None else self.bound_us / self.summary.median_us
+
+
+def make_records(config: BenchConfig, results: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """Reduce the results of all ranks.
+
+    Arguments:
+        config: the run.
+        results: by rank, what `moecomm.bench.launch.run_ranks` returned.
+
+    Returns:
+        Records by case, then operation, then backend in the order of `config.backends`.
+    """
+    records = []
+    for index, tokens in enumerate(config.tokens):
+        cases = [result["cases"][index] for result in results]
+        bounds = _bounds(cases) if config.bound else {}
+        payloads = [_payload(config, case["payload"]) for case in cases]
+        for op in OPS:
+            ours: float | None = None
+            summaries = {
+                about["name"]: summarise([case["nanoseconds"][about["name"]][op] for case in cases])
+                for about in results[0]["backends"]
+            }
+            if "moecomm" in summaries:
+                ours = summaries["moecomm"].median_us
+            # The rank with most bytes, and the local part of that same rank.
+            largest = max(payloads, key=lambda payload: payload[op][0])[op]
+            for about in results[0]["backends"]:
+                name = about["name"]
+                records.append(
+                    Record(
+                        op=op,
+                        backend=name,
+                        transport=about["transport"],
+                        codec=about["codec"],
+                        tokens=tokens,
+                        summary=summaries[name],
+                        bytes=largest[0],
+                        local_bytes=largest[1],
+                        bound_us=bounds.get(op),
+                        ratio=None if ours is None else summaries[name].median_us / ours,
+                        wrong=sum(case["wrong"][name][op] for case in cases) if config.check else None,
+                    )
+                )
+    return records
+
+
+def as_json(config: BenchConfig, record: Record) -> dict[str, Any]:
+    """A record as an object of the JSON file; times in microseconds, rates in 1e9 bytes per second."""
+    summary = record.summary
+    return {
+        "op": record.op,
+        "mode": config.mode,
+        "backend": record.backend,
+        "transport": record.transport,
+        "codec": record.codec,
+        "world_size": config.ranks,
+        "tokens": record.tokens,
+        "hidden": config.hidden,
+        "experts": config.experts,
+        "topk": config.topk,
+        "dtype": config.dtype,
+        "routing": str(config.routing),
+        "layout": "expert_major",
+        "competitors": config.competitors,
+        "seed": config.seed,
+        "iterations": summary.iterations,
+        "median_us": summary.median_us,
+        "p99_us": summary.p99_us,
+        "min_us": summary.min_us,
+        "rank_median_us": list(summary.rank_median_us),
+        "skew": summary.skew,
+        "bytes": record.bytes,
+        "local_bytes": record.local_bytes,
+        "gbps": record.gbps,
+        "bound_gbps": record.bound_gbps,
+        "bound_fraction": record.bound_fraction,
+        "ratio": record.ratio,
+        "wrong": record.wrong,
+    }
+
+
+def _bounds(cases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    medians = {
+        op: summarise([case["nanoseconds"][BOUND][op] for case in cases]).median_us for op in ("dispatch", "combine")
+    }
+    return medians | {"pair": medians["dispatch"] + medians["combine"]}
+
+
+def _payload(config: BenchConfig, rows: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Bytes of each operation at one rank, and the local part of them."""
+    dispatch = (rows["received"] * config.row_bytes, rows["received_local"] * config.row_bytes)
+    combine = (rows["routed"] * config.row_bytes, rows["routed_local"] * config.row_bytes)
+    return {
+        "dispatch": dispatch,
+        "combine": combine,
+        "pair": (dispatch[0] + combine[0], dispatch[1] + combine[1]),
+    }

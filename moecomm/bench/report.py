@@ -1,0 +1,133 @@
+"""The benchmark's printed report: what is measured, on what, and the table."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+
+import torch
+
+from moecomm import _C
+from moecomm.bench.config import BenchConfig
+from moecomm.bench.records import Record
+from moecomm.bench.worker import torch_threads
+from moecomm.cli.console import Column, Console
+from moecomm.version import __version__
+
+__all__ = ["format_bytes", "format_us", "print_header", "print_table", "table"]
+
+# More load than this per core while nothing of ours runs: something else does.
+QUIET_LOAD_PER_CORE = 0.25
+
+COLUMNS = (
+    *("tokens", "op", "backend", "via", "min", "median", "p99", "skew", "bytes", "local"),
+    *("GB/s", "bound", "of bound", "x ours", "wrong", "iterations"),
+)
+
+
+def format_us(microseconds: float) -> str:
+    """A time in the unit in which it has one to three digits before the point: `12.3 us`, `4.56 ms`, `1.23 s`."""
+    for factor, unit in ((1.0, "us"), (1e3, "ms")):
+        if microseconds < 999.5 * factor:
+            return f"{microseconds / factor:.3g} {unit}"
+    return f"{microseconds / 1e6:.3g} s" if microseconds < 999.5e6 else f"{microseconds / 1e6:.0f} s"
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes in decimal units: `512 B`, `33.5 kB`, `67.1 MB`, `1.2 GB`."""
+    for factor, unit in ((1, "B"), (1e3, "kB"), (1e6, "MB")):
+        if count < 999.5 * factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count / 1e9:.3g} GB"
+
+
+def print_header(console: Console, config: BenchConfig) -> None:
+    """Print what is measured, where, and what the columns mean."""
+    tokens = ", ".join(str(number) for number in config.tokens)
+    element = config.row_bytes // config.hidden
+    console.line(f"moecomm bench {__version__}: dispatch and combine, {config.mode} mode", style="bold")
+    pairs = [
+        ("group", f"{config.ranks} ranks x {tokens} tokens, {torch_threads(config)} torch thread(s) per rank"),
+        ("rows", f"{config.hidden} x {config.dtype} = {config.row_bytes} bytes"),
+        ("routing", f"{config.routing}, top-{config.topk} of {config.experts} experts, seed {config.seed}"),
+        (
+            "machine",
+            f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}, {_C.instruction_set()}), "
+            f"torch {torch.__version__}, Python {platform.python_version()}",
+        ),
+        (
+            "bytes",
+            f"dispatch: rows received (one per route) x {config.hidden} x {element}; combine: rows that come back x "
+            "the same;\npair: both; of the rank that has most, rows it sends itself included (local: their part)",
+        ),
+        (
+            "time",
+            "of the slowest rank in each iteration; then min, median, p99 over iterations. skew: slowest rank's\n"
+            "median / fastest rank's. GB/s: bytes / median",
+        ),
+    ]
+    if config.bound:
+        pairs.append(
+            (
+                "bound",
+                "the same rows by plain loops, same processes, same run: dispatch reads each row once and writes all\n"
+                "copies with streaming stores; combine reads all rows and writes one per token; pair: both times",
+            )
+        )
+    if len(config.backends) > 1:
+        way = {
+            "framework": "competitors as frameworks write them: a fresh tensor per step, scatter-add",
+            "tuned": "competitors tuned: buffers kept between calls, gathering sum instead of scatter-add",
+        }
+        pairs.append(("against", f"{way[config.competitors]}. x ours: time / time of moecomm"))
+    console.pairs(pairs)
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    if load > QUIET_LOAD_PER_CORE * cores:
+        console.warning(
+            f"the load average is {load:.1f} on {cores} cores: if other work is running, compare ratios, not times"
+        )
+
+
+def table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
+    """The table of `records`: columns, and one line of texts per record."""
+    left = {"op", "backend", "via"}
+    columns = [
+        Column(name, "left" if name in left else "right", "bold" if name == "median" else "") for name in COLUMNS
+    ]
+    rows = []
+    for record in records:
+        summary = record.summary
+        rows.append(
+            [
+                str(record.tokens),
+                record.op,
+                record.backend,
+                record.transport,
+                format_us(summary.min_us),
+                format_us(summary.median_us),
+                format_us(summary.p99_us),
+                f"{summary.skew:.2f}",
+                format_bytes(record.bytes),
+                format_bytes(record.local_bytes),
+                f"{record.gbps:.2f}",
+                "-" if record.bound_gbps is None else f"{record.bound_gbps:.2f}",
+                "-" if record.bound_fraction is None else f"{100 * record.bound_fraction:.3g} %",
+                "-" if record.ratio is None else f"{record.ratio:.3g}",
+                "-" if record.wrong is None else str(record.wrong),
+                str(summary.iterations),
+            ]
+        )
+    return columns, rows
+
+
+def print_table(console: Console, records: Sequence[Record]) -> None:
+    """Print the table and, if anything is wrong, which lines are."""
+    console.line()
+    console.table(*table(records))
+    for record in records:
+        if record.wrong:
+            console.error(f"{record.op} of {record.backend} at {record.tokens} tokens: {record.wrong} wrong element(s)")
+    if all(record.wrong == 0 for record in records):
+        console.line("all answers are right", style="green")

@@ -1,0 +1,126 @@
+"""One rank of a benchmark run: `python -m moecomm.bench.worker DIRECTORY [RANK]`, started by `moecomm.bench.launch`.
+
+In DIRECTORY it finds `config.json`; it leaves there `result-RANK.json`, or `error-RANK.txt` with a traceback, and rank
+0 keeps `progress.txt` (a number from 0 to 1 and a text) up to date. Without RANK it asks the environment of mpirun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moecomm.bench.barrier import SpinBarrier
+from moecomm.bench.config import BenchConfig
+from moecomm.bench.dispatchers import Dispatcher, Setup, dispatcher_class
+from moecomm.bench.measure import Measurement
+from moecomm.bench.workload import Workload
+
+__all__ = ["main", "torch_threads"]
+
+MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+PR_SET_PDEATHSIG = 1
+
+
+def torch_threads(config: BenchConfig) -> int:
+    """Threads of torch per rank: as configured, or an equal share of the cores, at least 1."""
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // config.ranks)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank; returns the exit status."""
+    directory = Path(arguments[0])
+    rank = int(arguments[1]) if len(arguments) > 1 else _mpi_rank()
+    _end_with_parent()
+    try:
+        config = BenchConfig.from_dict(json.loads((directory / "config.json").read_text()))
+        _write(directory / f"result-{rank}.json", json.dumps(_run(config, directory, rank)))
+    except BaseException:  # noqa: BLE001  whatever it is, the parent must see it
+        _write(directory / f"error-{rank}.txt", traceback.format_exc())
+        return 1
+    return 0
+
+
+def _run(config: BenchConfig, directory: Path, rank: int) -> dict[str, Any]:
+    torch.set_num_threads(torch_threads(config))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory / 'store'}",
+        rank=rank,
+        world_size=config.ranks,
+        timeout=timedelta(seconds=config.timeout),
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    barrier = SpinBarrier(directory / "barrier", rank=rank, num_ranks=config.ranks, timeout=config.timeout)
+    dispatchers: list[Dispatcher] = []
+    flag = torch.zeros(1, dtype=torch.float64)
+
+    def agree(value: float) -> float:
+        flag.fill_(value)
+        dist.broadcast(flag, 0, group=group)
+        return float(flag)
+
+    cases = []
+    try:
+        for name in config.backends:
+            dispatchers.append(dispatcher_class(name)(Setup(config, group, rank)))
+        for index, num_tokens in enumerate(config.tokens):
+
+            def progress(done: float, *, index: int = index, num_tokens: int = num_tokens) -> None:
+                if rank == 0:
+                    share = (index + done) / len(config.tokens)
+                    _write(directory / "progress.txt", f"{share:.4f} {num_tokens} tokens per rank")
+
+            workload = Workload(config, num_tokens, rank, check=config.check)
+            measurement = Measurement(
+                config, workload, dispatchers=dispatchers, barrier=barrier, agree=agree, progress=progress
+            )
+            times = measurement.run()
+            cases.append({"tokens": num_tokens, "payload": asdict(workload.payload), **asdict(times)})
+        return {
+            "rank": rank,
+            "backends": [
+                {"name": d.name, "transport": d.transport, "codec": d.codec, "is_exact": d.is_exact}
+                for d in dispatchers
+            ],
+            "cases": cases,
+        }
+    finally:
+        for dispatcher in dispatchers:
+            dispatcher.close()
+        barrier.close()
+        dist.destroy_process_group()
+
+
+def _mpi_rank() -> int:
+    for variable in MPI_RANK_VARIABLES:
+        if variable in os.environ:
+            return int(os.environ[variable])
+    raise ValueError(f"no rank was given and none of {', '.join(MPI_RANK_VARIABLES)} is set")
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends, so that a killed benchmark leaves nothing running."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or nothing."""
+    temporary = path.with_suffix(".part")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

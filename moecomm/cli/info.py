@@ -1,0 +1,136 @@
+"""`moecomm info`: what was built, what the machine has, which transports answer here, what would help the others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from moecomm.cli.console import Column, Console
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "say what was built, which transports answer here and what would help the others"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `moecomm info`."""
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the facts; 1 if the native part is missing."""
+    from moecomm.cli.facts import collect
+
+    facts = collect()
+    if args.json:
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+    else:
+        _print(Console(), facts)
+    return 0 if facts["native"]["built"] else 1
+
+
+def _print(console: Console, facts: dict[str, Any]) -> None:
+    about = facts["moecomm"]
+    console.line(f"moecomm {about['version']}", style="bold")
+    cuda = f", CUDA {about['cuda']}, {about['cuda_devices']} device(s)" if about["cuda"] else ""
+    pairs = [
+        ("installed in", about["location"]),
+        ("python", f"{about['python']}, torch {about['torch']}{cuda}, numpy {about['numpy']}"),
+        ("gloo", "yes" if about["gloo"] else "no: this torch is built without it"),
+    ]
+    console.pairs([*pairs, *_native(facts["native"])])
+
+    console.heading("Machine")
+    console.pairs(_machine(facts["machine"]))
+
+    console.heading("Limits")
+    console.pairs(
+        [
+            (name, f"{_limit(one['soft'])}, at most {_limit(one['hard'])}: {one['meaning']}")
+            for name, one in facts["limits"].items()
+        ]
+    )
+
+    columns = [Column("transport", style="bold"), Column("answers"), Column("whom it reaches, or why not")]
+    rows = []
+    for transport in facts["transports"]:
+        others = ", hosts too" if transport["crosses_hosts"] else ""
+        devices = ", ".join(transport["device_types"])
+        if transport["answers"]:
+            text = f"{' and '.join(transport['reaches'])} ({devices} tensors{others})"
+            rows.append([transport["name"], "yes", text])
+            continue
+        for who, reason in transport["refuses"].items():
+            rows.append([transport["name"], "no", f"{who}: {reason}"])
+        rows.append(["", "", f"remedy: {transport['remedy']}"])
+    console.table(columns, rows, title="Transports, in the order in which they are asked")
+
+    console.heading("Environment")
+    environment = facts["environment"]
+    console.pairs(list(environment.items()) or [("MOECOMM_*", "none set")])
+
+    rows = []
+    for part in facts["optional"]:
+        missing = part["version"] is None
+        rows.append(
+            [part["name"], "-" if missing else part["version"], part["gives"], part["remedy"] if missing else ""]
+        )
+    columns = [Column("part", style="bold"), Column("version"), Column("gives"), Column("to get it")]
+    console.table(columns, rows, title="Optional parts")
+
+
+def _native(native: dict[str, Any]) -> list[tuple[str, str]]:
+    if not native["built"]:
+        return [("native part", f"missing: {native['reason']}\nremedy: {native['remedy']}")]
+    sets = native["instruction_sets"]
+    available = ", ".join(name for name, there in sets.items() if there)
+    lacking = ", ".join(name for name, there in sets.items() if not there)
+    chosen = f"{native['instruction_set']} (of {available}" + (f"; not here: {lacking})" if lacking else ")")
+    return [
+        ("native part", f"{native['file']}, {native['compiler'] or 'compiler unknown'}"),
+        ("instruction set", chosen),
+    ]
+
+
+def _machine(machine: dict[str, Any]) -> list[tuple[str, str]]:
+    cores = f"{machine['cores']}"
+    if machine["physical_cores"] is not None:
+        cores += f" ({machine['physical_cores']} physical)"
+    cores += f", this process may use {_ranges(machine['affinity'])}"
+    if machine["cpu_quota"] is not None:
+        cores += f", for {machine['cpu_quota']:g} cores' worth of time"
+    pairs = [
+        ("system", f"{machine['system']}, {machine['architecture']}"),
+        ("processor", machine["processor"]),
+        ("cores", f"{cores}; load average {machine['load_average']:.2f}"),
+    ]
+    if machine["memory_bytes"] is not None:
+        pairs.append(
+            ("memory", f"{_size(machine['memory_bytes'])}, {_size(machine['memory_available_bytes'])} available")
+        )
+    if machine["dev_shm_bytes"] is not None:
+        free = f"{_size(machine['dev_shm_bytes'])}, {_size(machine['dev_shm_free_bytes'])} free"
+        pairs.append(("/dev/shm", f"{free} (moecomm does not need it)"))
+    return pairs
+
+
+def _size(count: int) -> str:
+    """Bytes in binary units."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _limit(value: int | None) -> str:
+    return "unlimited" if value is None else str(value)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Sorted whole numbers in short: [0, 1, 2, 5] is `0-2,5`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
