@@ -90,6 +90,8 @@ class LocalHub:
         self._condition = threading.Condition()
         self._baton = 0
         self._fruitless_polls = 0
+        self._clock = 0.0  # of the waits that ended in vain, in seconds
+        self._deadlines: dict[int, float] = {}  # of the ranks that wait
         self._gathers: dict[int, dict[int, Any]] = {}
         self._taken: dict[int, int] = {}
         self._on_leave: list[Callable[[int, str], None]] = []
@@ -104,9 +106,12 @@ class LocalHub:
             self._on_leave.append(callback)
 
     def wait_until(self, rank: int, predicate: Callable[[], bool], timeout: float) -> bool:
-        """Waits until `predicate()` holds; False if not within `timeout` seconds (stepped: if nobody can go on)."""
+        """Waits until `predicate()` holds; False if not within `timeout` seconds.
+
+        Stepped: when nobody can go on, the wait whose deadline comes first ends at once, as if its time had passed.
+        """
         if self.stepped:
-            return self._step_until(rank, predicate)
+            return self._step_until(rank, predicate, timeout)
         deadline = time.monotonic() + timeout
         with self._condition:
             while not predicate():
@@ -116,17 +121,22 @@ class LocalHub:
                 self._condition.wait(min(remaining, 0.2))
         return True
 
-    def _step_until(self, rank: int, predicate: Callable[[], bool]) -> bool:
+    def _step_until(self, rank: int, predicate: Callable[[], bool], timeout: float) -> bool:
         with self._condition:
+            deadline = self._deadlines[rank] = self._clock + timeout
             while not predicate():
                 self._fruitless_polls += 1
                 # Every live rank has looked in vain since the last progress, and so has this one once more.
-                if self._fruitless_polls > self.size - len(self.departed):
+                stuck = self._fruitless_polls > self.size - len(self.departed)
+                if stuck and deadline == min(self._deadlines.values()):
                     self._fruitless_polls = 0
+                    self._clock = deadline
+                    self._deadlines.pop(rank, None)
                     return False
                 self._pass_baton(rank)
                 self._condition.wait_for(lambda: self._baton == rank)
             self._fruitless_polls = 0
+            self._deadlines.pop(rank, None)
         return True
 
     def _pass_baton(self, rank: int) -> None:
@@ -148,6 +158,7 @@ class LocalHub:
         reason = "it has finished" if error is None else f"it has failed: {type(error).__name__}: {error}"
         with self._condition:
             self.departed[rank] = reason
+            self._deadlines.pop(rank, None)
             self._fruitless_polls = 0
             callbacks = list(self._on_leave)
             if self.stepped and len(self.departed) < self.size:

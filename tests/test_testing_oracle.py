@@ -11,6 +11,7 @@ from moecomm.testing import reference_combine, reference_dispatch
 IDX = [torch.tensor([[3, 0], [1, -1], [0, 0]]), torch.tensor([[4, 1], [-1, -1]])]
 X = [torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]), torch.tensor([[4.0, 40.0], [5.0, 50.0]])]
 NAN = float("nan")
+LAYOUTS = ["expert_major", "flat"]
 W = [torch.tensor([[0.5, 0.25], [0.125, NAN], [2.0, 4.0]]), torch.tensor([[8.0, 16.0], [NAN, NAN]])]
 
 
@@ -57,6 +58,7 @@ def test_flat_has_one_row_per_token_and_rank():
     assert got.topk_weights.tolist() == [[0, 0.25], [0.125, 0], [2, 4], [0, 16]]
     assert got.num_tokens_per_expert.tolist() == [3, 2, 0]
     assert got.topk_idx.dtype == torch.int32
+    assert got.offsets is None
     other = dispatch(1, layout="flat")
     assert other.topk_idx.tolist() == [[0, -1], [1, -1]]
     assert other.x.tolist() == [[1, 10], [4, 40]]
@@ -134,16 +136,15 @@ def test_product_and_sum_are_rounded_apart():
 def test_fewer_experts_than_ranks_and_no_tokens():
     idx = [torch.zeros(0, 2, dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32), torch.full((1, 2), -1)]
     xs = [torch.zeros(0, 3), torch.ones(1, 3), torch.ones(1, 3)]
-    shapes = [reference_dispatch(xs, idx, num_experts=2, rank=rank, layout=lay) for rank in range(3) for lay in LAYOUTS]
-    assert [received.x.shape[0] for received in shapes] == [1, 1, 1, 1, 0, 0]
-    assert shapes[4].offsets.shape == (0,)
+    received = [
+        reference_dispatch(xs, idx, num_experts=2, rank=rank, layout=lay) for rank in range(3) for lay in LAYOUTS
+    ]
+    assert [one.x.shape[0] for one in received] == [1, 1, 1, 1, 0, 0]
+    assert received[4].offsets.shape == (0,)
     ys = [torch.ones(1, 3), torch.ones(1, 3), torch.zeros(0, 3)]
     assert reference_combine(ys, idx, num_experts=2, rank=0).shape == (0, 3)
     assert reference_combine(ys, idx, num_experts=2, rank=1).tolist() == [[2.0] * 3]
     assert reference_combine(ys, idx, num_experts=2, rank=2).tolist() == [[0.0] * 3]
-
-
-LAYOUTS = ["expert_major", "flat"]
 
 
 def test_bytes_pass_through():

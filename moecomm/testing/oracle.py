@@ -31,7 +31,7 @@ class ReferenceReceived:
         topk_weights: `[N]` float32, flat: `[N, K]`; 0 where no route is; None if no weights were given.
         topk_idx: None, flat: `[N, K]` int32 local expert ids, -1 where the expert is elsewhere.
         num_tokens_per_expert: `[E_local]` int32, routes to each local expert.
-        offsets: `[E_local]` int32, inclusive prefix sums of the counts rounded up to the alignment.
+        offsets: `[E_local]` int32, inclusive prefix sums of the counts rounded up to the alignment; flat: None.
         sources: `[N, 3]` int64, source rank, token and k of each row; -1 for padding, and for k in flat.
     """
 
@@ -39,7 +39,7 @@ class ReferenceReceived:
     topk_weights: Tensor | None
     topk_idx: Tensor | None
     num_tokens_per_expert: Tensor
-    offsets: Tensor
+    offsets: Tensor | None
     sources: Tensor
 
 
@@ -62,7 +62,7 @@ def reference_dispatch(
         num_experts: over all ranks, placed in contiguous blocks, the first E % R ranks hosting one more.
         rank: whose receive side.
         layout: "expert_major" or "flat".
-        expert_alignment: pads the rows of each expert (expert_major), and the offsets.
+        expert_alignment: pads the rows of each expert (expert_major).
     """
     experts = _local_experts(num_experts, len(xs), rank)
     counts = torch.tensor([sum(int((idx == e).sum()) for idx in topk_idxs) for e in experts], dtype=torch.int64)
@@ -92,7 +92,7 @@ def reference_dispatch(
         topk_weights=weights,
         topk_idx=torch.where(here, ids - experts.start, -1).to(torch.int32) if layout == "flat" else None,
         num_tokens_per_expert=counts.to(torch.int32),
-        offsets=padded.cumsum(0).to(torch.int32),
+        offsets=padded.cumsum(0).to(torch.int32) if layout == "expert_major" else None,
         sources=sources,
     )
 

@@ -173,6 +173,7 @@ class ProcessPool:
 
 def _collect(workers: list[Worker], timeout: float) -> Outcome:
     outcome = Outcome()
+    failed_at: dict[int, float] = {}
     rank_of: dict[Any, int] = {}
     for rank, worker in enumerate(workers):
         rank_of[worker.jobs] = rank_of[worker.process.sentinel] = rank
@@ -183,13 +184,17 @@ def _collect(workers: list[Worker], timeout: float) -> Outcome:
             break
         for rank in sorted({rank_of[one] for one in signalled}):
             worker = workers[rank]
-            _take_report(rank, worker, outcome)
+            failed_at[rank] = _take_report(rank, worker, outcome)
             del rank_of[worker.jobs], rank_of[worker.process.sentinel]
+    # Reports may overtake each other, and a death may be seen after its consequences.
+    in_order = sorted(outcome.failures, key=lambda rank: failed_at[rank])
+    outcome.failures = {rank: outcome.failures[rank] for rank in in_order}
     outcome.stacks = {rank: workers[rank].stack() for rank in sorted(set(rank_of.values()))}
     return outcome
 
 
-def _take_report(rank: int, worker: Worker, outcome: Outcome) -> None:
+def _take_report(rank: int, worker: Worker, outcome: Outcome) -> float:
+    """Notes what became of a rank; returns when it failed (0.0: it died, which goes before all else)."""
     # The pipe first: a worker that reported and died afterwards has still reported.
     try:
         reply = pickle.loads(worker.jobs.recv_bytes()) if worker.jobs.poll() else None
@@ -206,8 +211,11 @@ def _take_report(rank: int, worker: Worker, outcome: Outcome) -> None:
         except Exception as error:  # noqa: BLE001 - its class cannot be imported here
             outcome.failures[rank] = error
         outcome.tracebacks[rank] = reply.error.text
+        return reply.at
     else:
         outcome.failures[rank] = worker.death()
+        return 0.0
+    return time.monotonic()
 
 
 def _finished(worker: Worker, deadline: float) -> bool:

@@ -10,6 +10,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,9 +50,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The rank raised."""
+    """The rank raised, at this time of the host's monotonic clock."""
 
     error: PackedError
+    at: float
 
 
 def worker_main(jobs: Connection, stacks: Connection) -> None:
@@ -70,6 +72,9 @@ def worker_main(jobs: Connection, stacks: Connection) -> None:
         assert isinstance(job, Job), job
         reply = _run(job)
         jobs.send_bytes(pickle.dumps(reply))
+        if isinstance(reply, Failed):
+            # At once, not when all have reported: peers that wait for this rank must learn that it is gone.
+            _leave_group()
         finish = inbox.get()
         assert isinstance(finish, Finish), finish
         _leave_group()
@@ -95,10 +100,7 @@ def _run(job: Job) -> Done | Failed:
             warnings.filters = filters
             return Done(pickle.dumps(fn(group, *args)))
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is reported to the caller of launch
-        packed = pack_error(error)
-        # At once, not when all have reported: peers that wait for this rank must learn that it is gone.
-        _leave_group()
-        return Failed(packed)
+        return Failed(pack_error(error), time.monotonic())
 
 
 def _take_environment(environment: dict[str, str]) -> None:
