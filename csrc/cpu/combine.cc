@@ -1,7 +1,6 @@
 #include "cpu/combine.h"
 
-#include <cstring>
-#include <utility>
+#include <algorithm>
 #include <vector>
 
 #include "cpu/prefetch.h"
@@ -9,24 +8,47 @@
 namespace moecomm {
 namespace {
 
-// The rows (and weights) of one token.
-struct Sources {
-    std::vector<const char*> rows;
-    std::vector<float> weights;
-    int64_t num = 0;
+// So many bytes of rows are asked for before they are added: enough to hide the memory, few enough to stay in the
+// first-level cache until they are used.
+constexpr int64_t kFetchBytes = 12 << 10;
+// Blocks of columns that are added at a time are at most this long in any format and instruction set.
+constexpr int64_t kBlockBytes = 256;
 
-    explicit Sources(int64_t num_slots)
-        : rows(static_cast<size_t>(num_slots)), weights(static_cast<size_t>(num_slots)) {}
+// The rows (and weights) of a run of tokens, without the slots that have no route.
+class Sources {
+  public:
+    static constexpr int64_t kNumTokens = 64;
 
-    void collect(const int64_t* routes, int64_t num_slots, const Addresses& addresses, int64_t row_bytes,
-                 const float* slot_weights) {
-        num = 0;
-        for (int64_t p = 0; p < num_slots; ++p) {
-            if (routes[p] < 0) continue;
-            if (slot_weights != nullptr) weights[static_cast<size_t>(num)] = slot_weights[p];
-            rows[static_cast<size_t>(num++)] = locate(routes[p], addresses, row_bytes);
+    explicit Sources(int64_t num_slots) : begins_(kNumTokens + 1) {
+        rows_.reserve(static_cast<size_t>(kNumTokens * num_slots));
+        weights_.reserve(static_cast<size_t>(kNumTokens * num_slots));
+    }
+
+    // Tokens of the run are numbered from 0; weights may be nullptr.
+    void collect(const int64_t* routes, const float* weights, int64_t num_tokens, int64_t num_slots,
+                 const Addresses& addresses, int64_t row_bytes) {
+        rows_.clear();
+        weights_.clear();
+        for (int64_t t = 0; t < num_tokens; ++t) {
+            for (int64_t i = t * num_slots; i < (t + 1) * num_slots; ++i) {
+                if (routes[i] < 0) continue;
+                rows_.push_back(locate(routes[i], addresses, row_bytes));
+                if (weights != nullptr) weights_.push_back(weights[i]);
+            }
+            begins_[static_cast<size_t>(t) + 1] = rows_.size();
         }
     }
+
+    int64_t num_rows(int64_t token) const { return static_cast<int64_t>(begin(token + 1) - begin(token)); }
+    const char* const* rows(int64_t token) const { return rows_.data() + begin(token); }
+    const float* weights(int64_t token) const { return weights_.data() + begin(token); }
+
+  private:
+    size_t begin(int64_t token) const { return begins_[static_cast<size_t>(token)]; }
+
+    std::vector<const char*> rows_;
+    std::vector<float> weights_;
+    std::vector<size_t> begins_;
 };
 
 }  // namespace
@@ -35,19 +57,25 @@ void combine_rows(char* out, int64_t num_tokens, int64_t num_columns, Format for
                   int64_t num_slots, const Addresses& addresses, const float* weights) {
     const auto reduce = row_loops().reduce[static_cast<int>(format)];
     const int64_t row_bytes = num_columns * static_cast<int64_t>(bytes_of(format));
-    Sources current(num_slots), next(num_slots);
-    const auto collect = [&](Sources& sources, int64_t t) {
-        sources.collect(routes + t * num_slots, num_slots, addresses, row_bytes,
-                        weights == nullptr ? nullptr : weights + t * num_slots);
-    };
-    if (num_tokens > 0) collect(next, 0);
-    for (int64_t t = 0; t < num_tokens; ++t) {
-        std::swap(current, next);
-        next.num = 0;
-        if (t + 1 < num_tokens) collect(next, t + 1);
-        reduce({out + t * row_bytes, current.rows.data(), weights == nullptr ? nullptr : current.weights.data(),
-                current.num, num_columns, next.rows.data(), next.num});
+    const bool is_streaming =
+        num_tokens * row_bytes >= kStreamingBytes && row_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+    // What is fetched is further on in the same rows or, where rows are short, some tokens ahead.
+    const int64_t fetch_bytes = std::max(kBlockBytes, kFetchBytes / std::max<int64_t>(num_slots, 1));
+    const int64_t tokens_ahead = std::max<int64_t>(1, fetch_bytes / std::max<int64_t>(row_bytes, 1));
+    Sources sources(num_slots);
+    for (int64_t begin = 0; begin < num_tokens; begin += Sources::kNumTokens) {
+        const int64_t num = std::min(Sources::kNumTokens, num_tokens - begin);
+        const int64_t first = begin * num_slots;
+        sources.collect(routes + first, weights == nullptr ? nullptr : weights + first, num, num_slots, addresses,
+                        row_bytes);
+        for (int64_t t = 0; t < num; ++t) {
+            const int64_t ahead = std::min(t + tokens_ahead, num - 1);
+            reduce({out + (begin + t) * row_bytes, sources.rows(t), weights == nullptr ? nullptr : sources.weights(t),
+                    sources.num_rows(t), num_columns, sources.rows(ahead), ahead > t ? sources.num_rows(ahead) : 0,
+                    std::min(fetch_bytes, row_bytes), is_streaming});
+        }
     }
+    fence_streaming();
 }
 
 }  // namespace moecomm

@@ -38,7 +38,7 @@ MOECOMM_INLINE Doubles multiply(Doubles a, Doubles b) {
 struct StripeFp64 {
     using Wide = Doubles;
     static constexpr int kBytes = 8;
-    static constexpr int kBlock = 2;
+    static constexpr int kBlock = 1;
 
     MOECOMM_INLINE static Wide load(const char* in) {
         return {{_mm512_loadu_pd(in), _mm512_loadu_pd(in + 64), _mm512_loadu_pd(in + 128), _mm512_loadu_pd(in + 192)}};
@@ -63,7 +63,7 @@ MOECOMM_INLINE __m512 quiet(__m512 value) {
 struct StripeFp32 {
     using Wide = Floats;
     static constexpr int kBytes = 4;
-    static constexpr int kBlock = 4;
+    static constexpr int kBlock = 1;
 
     MOECOMM_INLINE static Wide load(const char* in) { return {{_mm512_loadu_ps(in), _mm512_loadu_ps(in + 64)}}; }
     MOECOMM_INLINE static void store(char* out, Wide value) {
@@ -79,7 +79,7 @@ struct StripeFp32 {
 struct StripeBf16 {
     using Wide = Floats;
     static constexpr int kBytes = 2;
-    static constexpr int kBlock = 4;
+    static constexpr int kBlock = 2;
 
     MOECOMM_INLINE static Wide load(const char* in) {
         const __m512i pairs = _mm512_loadu_si512(in);
@@ -108,7 +108,7 @@ struct StripeBf16 {
 struct StripeFp16 {
     using Wide = Floats;
     static constexpr int kBytes = 2;
-    static constexpr int kBlock = 4;
+    static constexpr int kBlock = 2;
 
     MOECOMM_INLINE static __m256i load_half(const char* in) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in));

@@ -7,9 +7,9 @@
 #include <immintrin.h>
 #endif
 
-// Asks for the cache line at an address; any address is allowed.
+// Asks for the cache line at an address, to be read soon; any address is allowed.
 #if defined(__GNUC__)
-#define MOECOMM_PREFETCH(address) __builtin_prefetch((address), 0, 2)
+#define MOECOMM_PREFETCH(address) __builtin_prefetch((address), 0, 3)
 #else
 #define MOECOMM_PREFETCH(address) static_cast<void>(address)
 #endif

@@ -15,8 +15,6 @@ struct Rows {
     int64_t row_bytes;
 };
 
-// Calls that write at least this many bytes use streaming stores: what they write would not stay in the caches.
-inline constexpr int64_t kStreamingBytes = int64_t{4} << 20;
 // Shorter rows are written by ordinary stores in every case: too little of them is whole cache lines.
 inline constexpr int64_t kStreamingRowBytes = 256;
 

@@ -16,6 +16,9 @@ inline constexpr int kNumFormats = 4;
 
 inline constexpr size_t bytes_of(Format format) { return format == Format::fp64 ? 8 : format == Format::fp32 ? 4 : 2; }
 
+// Calls that write at least this many bytes use streaming stores: what they write would not stay in the caches.
+inline constexpr int64_t kStreamingBytes = int64_t{4} << 20;
+
 // Dot products keep this many partial sums: column c is added to sum c % 32 in ascending order, then the sums are
 // added pairwise, j with j + 16, then j + 8, 4, 2, 1.
 inline constexpr int kDotLanes = 32;
@@ -26,8 +29,11 @@ struct ReduceArgs {
     const float* weights;     // num_rows weights, or nullptr for a plain sum
     int64_t num_rows;         // zero rows give zeros
     int64_t num_columns;      // any number
-    const char* const* next;  // rows that will be wanted after these: fetched ahead
-    int64_t num_next;
+    // While column byte c is added, byte c + fetch_bytes is fetched: of the same rows, or where they end of these ones.
+    const char* const* ahead;
+    int64_t num_ahead;
+    int64_t fetch_bytes;  // at most the bytes of a row
+    bool is_streaming;    // write out past the caches; then out is a multiple of 64
 };
 
 struct RowLoops {

@@ -23,7 +23,24 @@ MOECOMM_INLINE void reduce_block(char* out, const ReduceArgs& args, int64_t offs
             sum[s] = add(sum[s], value);
         }
     }
-    for (int s = 0; s < num_stripes; ++s) Stripe::store(out + s * 32 * Stripe::kBytes, sum[s]);
+    if (!args.is_streaming) {
+        for (int s = 0; s < num_stripes; ++s) Stripe::store(out + s * 32 * Stripe::kBytes, sum[s]);
+        return;
+    }
+    alignas(64) char block[num_stripes * 32 * Stripe::kBytes];
+    for (int s = 0; s < num_stripes; ++s) Stripe::store(block + s * 32 * Stripe::kBytes, sum[s]);
+    copy_lines(out, block, sizeof block);
+}
+
+template <int64_t num_bytes>
+MOECOMM_INLINE void fetch_ahead(const ReduceArgs& args, int64_t offset, int64_t row_bytes) {
+    const int64_t wanted = offset + args.fetch_bytes;
+    const bool is_here = wanted < row_bytes;
+    const char* const* const rows = is_here ? args.rows : args.ahead;
+    const int64_t num_rows = is_here ? args.num_rows : args.num_ahead;
+    const int64_t begin = is_here ? wanted : wanted - row_bytes;
+    for (int64_t j = 0; j < num_rows; ++j)
+        for (int64_t line = 0; line < num_bytes; line += 64) MOECOMM_PREFETCH(rows[j] + begin + line);
 }
 
 template <class Stripe, bool weighted>
@@ -33,8 +50,7 @@ MOECOMM_TARGET void reduce_columns(const ReduceArgs& args) {
     const int64_t num_bytes = args.num_columns * Stripe::kBytes;
     int64_t offset = 0;
     for (; offset + block <= num_bytes; offset += block) {
-        for (int64_t j = 0; j < args.num_next; ++j)
-            for (int64_t line = 0; line < block; line += 64) MOECOMM_PREFETCH(args.next[j] + offset + line);
+        fetch_ahead<block>(args, offset, num_bytes);
         reduce_block<Stripe, weighted, Stripe::kBlock>(args.out + offset, args, offset);
     }
     for (; offset + stripe <= num_bytes; offset += stripe)
