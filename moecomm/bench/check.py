@@ -25,7 +25,9 @@ def wrong_in_dispatch(workload: Workload, arrived: Arrived) -> int:
     num_rows = workload.payload.received
     counts, weights = workload.num_tokens_per_expert, workload.received_weights
     wrong = _differing(arrived.num_tokens_per_expert.to(counts.dtype), counts)
-    wrong += weights.numel() if arrived.topk_weights is None else _differing(arrived.topk_weights, weights)
+    # They are float32 numbers; some carry them as float64 beside float64 rows.
+    brought = weights.new_empty(0) if arrived.topk_weights is None else arrived.topk_weights.to(weights.dtype)
+    wrong += _differing(brought, weights)
     if arrived.x.shape != (num_rows, hidden) or arrived.x.dtype != workload.inputs.x.dtype:
         return wrong + num_rows * hidden
     step = max(1, PIECE_ELEMENTS // hidden)

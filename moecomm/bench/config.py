@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +154,11 @@ class BenchConfig:
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return self.hidden * DTYPES[self.dtype]
+
+    @property
+    def torch_threads(self) -> int:
+        """Threads of torch per rank: as configured, or an equal share of the cores, at least 1."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks)
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as plain values that JSON can hold."""

@@ -146,14 +146,18 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 def _failure(config: BenchConfig, directory: Path, statuses: list[int | None]) -> str:
     """Who failed and how: tracebacks where a rank left one, else the end of what it printed."""
     parts = []
+    explained = set()
     for rank in range(config.ranks):
         error = directory / f"error-{rank}.txt"
         if error.exists():
+            explained.add(rank)
             parts.append(f"rank {rank} of the benchmark failed:\n{error.read_text().rstrip()}")
+    is_mpi = "mpi" in config.backends
     for number, status in enumerate(statuses):
         log = (directory / f"log-{number}.txt").read_text(errors="replace").splitlines()[-LOG_LINES:]
-        who = "mpirun" if "mpi" in config.backends else f"rank {number}"
+        if status == 0 or (not log and (explained if is_mpi else number in explained)):
+            continue
+        who = "mpirun" if is_mpi else f"rank {number}"
         ended = "is still running" if status is None else f"ended with status {status}"
-        if status != 0 and (log or not parts):
-            parts.append("\n".join([f"{who} {ended}; the end of its output:", *log]))
+        parts.append("\n".join([f"{who} {ended}" + ("; the end of its output:" if log else ", silent"), *log]))
     return "\n".join(parts)

@@ -24,6 +24,7 @@ class MoecommDispatcher(Dispatcher):
     def __init__(self, setup: Setup) -> None:
         config = setup.config
         self._mode = config.mode
+        self._codec = config.codec
         self._dtype = getattr(torch, config.dtype)
         self._communicator = moecomm.Communicator(
             setup.process_group,
@@ -42,7 +43,7 @@ class MoecommDispatcher(Dispatcher):
 
     @property
     def codec(self) -> str:
-        return "none"
+        return self._codec
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Arrived:
         return self._communicator.dispatch(x, topk_idx, topk_weights, mode=self._mode)

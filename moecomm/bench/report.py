@@ -11,7 +11,6 @@ import torch
 from moecomm import _C
 from moecomm.bench.config import BenchConfig
 from moecomm.bench.records import Record
-from moecomm.bench.worker import torch_threads
 from moecomm.cli.console import Column, Console
 from moecomm.version import __version__
 
@@ -48,7 +47,7 @@ def print_header(console: Console, config: BenchConfig) -> None:
     element = config.row_bytes // config.hidden
     console.line(f"moecomm bench {__version__}: dispatch and combine, {config.mode} mode", style="bold")
     pairs = [
-        ("group", f"{config.ranks} ranks x {tokens} tokens, {torch_threads(config)} torch thread(s) per rank"),
+        ("group", f"{config.ranks} ranks x {tokens} tokens, {config.torch_threads} torch thread(s) per rank"),
         ("rows", f"{config.hidden} x {config.dtype} = {config.row_bytes} bytes"),
         ("routing", f"{config.routing}, top-{config.topk} of {config.experts} experts, seed {config.seed}"),
         (

@@ -26,15 +26,10 @@ from moecomm.bench.dispatchers import Dispatcher, Setup, dispatcher_class
 from moecomm.bench.measure import Measurement
 from moecomm.bench.workload import Workload
 
-__all__ = ["main", "torch_threads"]
+__all__ = ["main"]
 
 MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 PR_SET_PDEATHSIG = 1
-
-
-def torch_threads(config: BenchConfig) -> int:
-    """Threads of torch per rank: as configured, or an equal share of the cores, at least 1."""
-    return config.threads or max(1, len(os.sched_getaffinity(0)) // config.ranks)
 
 
 def main(arguments: list[str]) -> int:
@@ -52,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(config: BenchConfig, directory: Path, rank: int) -> dict[str, Any]:
-    torch.set_num_threads(torch_threads(config))
+    torch.set_num_threads(config.torch_threads)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory / 'store'}",

@@ -1,0 +1,154 @@
+"""The command line: finding commands, printing, `info`."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moecomm.cli.console import Column, Console, plain_table
+from moecomm.cli.facts import OPTIONAL_PACKAGES, collect
+from moecomm.cli.info import _ranges
+from moecomm.cli.main import COMMANDS, main
+from moecomm.version import __version__
+
+COLUMNS = [Column("name"), Column("n", "right")]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_plain_table_is_aligned():
+    assert plain_table(COLUMNS, [["a", "1"], ["long name", "234"]]) == "\n".join(
+        ["name         n", "---------  ---", "a            1", "long name  234"]
+    )
+    assert plain_table(COLUMNS, []) == "name  n\n----  -"
+    with pytest.raises(ValueError, match="row 0 has 1 cells"):
+        plain_table(COLUMNS, [["a"]])
+
+
+def test_what_is_not_a_terminal_gets_plain_text():
+    stream = io.StringIO()
+    console = Console(stream)
+    assert not console.is_rich
+    console.heading("things")
+    console.pairs([("a", "1\n2"), ("long", "[bold]3")])
+    console.table(COLUMNS, [["x", "1"]], title="table")
+    console.warning("careful")
+    with console.progress("work", 2.0) as bar:
+        bar.update(1.0)
+    lines = stream.getvalue().splitlines()
+    assert lines[:5] == ["", "things", "  a     1", "        2", "  long  [bold]3"]
+    assert lines[-1] == "warning: careful"
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_plain_progress_speaks_now_and_then(monkeypatch):
+    monkeypatch.setattr("moecomm.cli.console.PLAIN_PROGRESS_SECONDS", 0.0)
+    stream = io.StringIO()
+    with Console(stream, rich=False).progress("work", 4.0) as bar:
+        bar.update(1.0)
+        bar.update(4.0, "nearly")
+    assert stream.getvalue() == "work: 25 %\nnearly: 100 %\n"
+
+
+def test_a_terminal_gets_rich():
+    pytest.importorskip("rich")
+    stream = Terminal()
+    console = Console(stream)
+    assert console.is_rich
+    console.table(COLUMNS, [["[x]", "1"]], title="table")
+    console.pairs([("a", "[red]1\n2")])
+    console.line("a [b] c")
+    with console.progress("work", 2.0) as bar:
+        bar.update(1.0, "more")
+    printed = stream.getvalue()
+    assert all(text in printed for text in ("table", "[x]", "[red]1", "a [b] c"))
+
+
+def test_a_terminal_without_rich_gets_plain_text(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not Console(Terminal()).is_rich
+
+
+def test_every_command_explains_itself(capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"moecomm {name}" in capsys.readouterr().out
+
+
+def test_no_command_and_an_unknown_one_are_refused(capsys):
+    for arguments in ([], ["fly"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+    capsys.readouterr()
+
+
+def test_bad_values_are_one_line_on_stderr(capsys):
+    assert main(["bench", "--routing", "zapf"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.strip() == "error: routing 'zapf' is unknown; available: hot, masked, uniform, zipf"
+    assert "Traceback" not in printed.out
+
+
+def test_python_m_moecomm():
+    done = subprocess.run(
+        [sys.executable, "-m", "moecomm", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"moecomm {__version__}\n"
+
+
+def test_info_as_json(capsys):
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts == json.loads(json.dumps(facts))
+    assert facts["moecomm"]["version"] == __version__
+    assert facts["native"]["instruction_sets"]["generic"] is True
+    assert facts["limits"].keys() == {"RLIMIT_MEMLOCK", "RLIMIT_NOFILE", "RLIMIT_AS"}
+    answers = {transport["name"]: transport for transport in facts["transports"]}
+    assert answers["local"]["reaches"] == ["threads of one process"]
+    assert answers["shm"]["reaches"] == ["processes of this host"]
+
+
+def test_info_in_words(capsys, monkeypatch):
+    monkeypatch.setenv("MOECOMM_EXAMPLE", "yes")
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        f"moecomm {__version__}",
+        "instruction set",
+        "RLIMIT_NOFILE",
+        "shm",
+        "MOECOMM_EXAMPLE",
+        *OPTIONAL_PACKAGES,
+    ):
+        assert text in printed
+
+
+def test_info_names_what_is_missing_and_what_helps(capsys, monkeypatch):
+    facts = collect()
+    facts["native"] = {"built": False, "reason": "no _C", "remedy": "pip install ."}
+    facts["transports"].append(
+        {
+            **facts["transports"][0],
+            **{"name": "pigeon", "answers": False, "reaches": [], "remedy": "Feed it."},
+            "refuses": {"processes of this host": "it is asleep."},
+        }
+    )
+    facts["optional"] = [{"name": "rich", "version": None, "gives": "colours", "remedy": "pip install rich"}]
+    monkeypatch.setattr("moecomm.cli.facts.collect", lambda: facts)
+    assert main(["info"]) == 1
+    printed = capsys.readouterr().out
+    for text in ("missing: no _C", "remedy: pip install .", "it is asleep.", "remedy: Feed it.", "pip install rich"):
+        assert text in printed
+
+
+def test_ranges():
+    assert _ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert _ranges([3]) == "3"
