@@ -1,5 +1,62 @@
-"""moecomm: dispatch and combine for Mixture-of-Experts models with expert parallelism."""
+"""moecomm: dispatch and combine for Mixture-of-Experts models with expert parallelism.
 
+Layers, and imports only go down:
+
+    integrations, cli, bench, demo
+    nn
+    gradients, functional           torch operators, autograd
+    communicator                    what the user calls
+    exchanger                       a call's checks, below autograd
+    algorithms                      who sends what to whom, in which order
+    codecs                          numbers to row bytes
+    transports                      how a peer is reached
+    kernels                         count, place, copy, reduce
+    _C                              native code on raw addresses
+
+`errors`, `groups` and `placement` may be imported by all; `testing` may import all.
+"""
+
+import moecomm.gradients  # registers the torch operators
+from moecomm.communicator import Communicator
+from moecomm.errors import (
+    CallMismatch,
+    CommunicatorClosed,
+    MemoryLimitExceeded,
+    MoecommError,
+    PeerFailed,
+    PeerLost,
+    PeerTimeout,
+    RoutingChanged,
+    TooManyInFlight,
+    TransportError,
+    TransportUnavailable,
+)
+from moecomm.groups import Group, LocalHub, SoloGroup, TorchGroup
+from moecomm.handle import Handle, Received
+from moecomm.placement import Placement
 from moecomm.version import __version__
+from moecomm.work import Work
 
-__all__ = ["__version__"]
+__all__ = [
+    "CallMismatch",
+    "Communicator",
+    "CommunicatorClosed",
+    "Group",
+    "Handle",
+    "LocalHub",
+    "MemoryLimitExceeded",
+    "MoecommError",
+    "PeerFailed",
+    "PeerLost",
+    "PeerTimeout",
+    "Placement",
+    "Received",
+    "RoutingChanged",
+    "SoloGroup",
+    "TooManyInFlight",
+    "TorchGroup",
+    "TransportError",
+    "TransportUnavailable",
+    "Work",
+    "__version__",
+]

@@ -1,16 +1,16 @@
 """The exceptions of moecomm. A caller's mistake is a plain `ValueError` or `TypeError`; what is here is the world.
 
-    MoecommError
-      TransportUnavailable      an optional part is missing; says what would fix it
-      TransportError            the world failed while peers were talking
-        PeerTimeout             a peer did not come within the deadline
-        PeerLost                a peer's process has ended
-        PeerFailed              a peer gave up on this call and said why
-        CallMismatch            the ranks made different calls
-      MemoryLimitExceeded       a rank would receive more than its limit
-      RoutingChanged            routing differs between forward and recompute
-      TooManyInFlight           more results outstanding than `max_in_flight`
-      CommunicatorClosed        a call on a closed communicator
+MoecommError
+  TransportUnavailable      an optional part is missing; says what would fix it
+  TransportError            the world failed while peers were talking
+    PeerTimeout             a peer did not come within the deadline
+    PeerLost                a peer's process has ended
+    PeerFailed              a peer gave up on this call and said why
+    CallMismatch            the ranks made different calls
+  MemoryLimitExceeded       a rank would receive more than its limit
+  RoutingChanged            routing differs between forward and recompute
+  TooManyInFlight           more results outstanding than `max_in_flight`
+  CommunicatorClosed        a call on a closed communicator
 """
 
 from __future__ import annotations

@@ -57,7 +57,6 @@ class AddressableTransport(Transport):
         return Region(len(self._regions) - 1, nbytes, mappings[self.rank].address)
 
     def mapping(self, region: Region) -> _C.Mapping:
-        """My part of the region."""
         return self._regions[region.index][self.rank]
 
     def addresses(self, region: Region) -> list[int]:
@@ -89,9 +88,6 @@ class AddressableTransport(Transport):
 
     def flush(self) -> None:
         """Stores and counters are ordered by the memory itself; nothing is ever in flight."""
-
-    def trim(self, region: Region, offset: int, nbytes: int) -> None:
-        self.mapping(region).punch(offset, nbytes)
 
     def close(self) -> None:
         if self._closed:

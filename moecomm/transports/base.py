@@ -1,8 +1,8 @@
 """The contract of a transport: how a peer is reached. It knows bytes, counters and deadlines; no tokens, no experts.
 
-    rank 0                                       rank 1
-    Region  [ mine | rank 1's, if addressable ]  Region  [ rank 0's, if addressable | mine ]
-    Board   slot 0: lane per source rank         Board   slot 0: lane per source rank
+rank 0                                       rank 1
+Region  [ mine | rank 1's, if addressable ]  Region  [ rank 0's, if addressable | mine ]
+Board   slot 0: lane per source rank         Board   slot 0: lane per source rank
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import enum
 from collections.abc import Sequence
 from typing import ClassVar
 
+from moecomm import _C
 from moecomm.groups import Group
 from moecomm.transports.peers import Peer
 
@@ -101,6 +102,10 @@ class Transport(abc.ABC):
         """The address of `rank`'s part of the region in my address space, or None where there is none."""
 
     @abc.abstractmethod
+    def mapping(self, region: Region) -> _C.Mapping:
+        """The memory of my part of the region."""
+
+    @abc.abstractmethod
     def put(self, region: Region, offset: int, address: int, nbytes: int, rank: int) -> None:
         """Copies `nbytes` from my `address` to `offset` in `rank`'s part of the region."""
 
@@ -139,9 +144,6 @@ class Transport(abc.ABC):
         """Signals every rank, those behind me first."""
         for step in range(1, self.num_ranks + 1):
             self.signal((self.rank + step) % self.num_ranks, slot, n)
-
-    def trim(self, region: Region, offset: int, nbytes: int) -> None:
-        """Gives the pages of a range of my part back to the system where that is possible."""
 
     def describe_peer(self, rank: int) -> str:
         """Names a rank for messages."""

@@ -1,0 +1,145 @@
+"""The contract of an exchange algorithm: begin a dispatch or a combine, and carry it to its end phase by phase."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from moecomm.algorithms.calls import Call, Operation
+from moecomm.algorithms.plan import Layout
+from moecomm.codecs.base import RowFormat
+
+__all__ = ["Algorithm", "Arrival", "Returned", "Routing"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Routing:
+    """Who goes where, as one rank knows it; T tokens, K top-k, E experts, R ranks.
+
+    Attributes:
+        topk_idx: `[T, K]` int32 or int64 global expert ids, -1 = no expert.
+        layout, expert_alignment: of the rows received.
+        routes: `[T, K]` int64, or None before the counts are known.
+        counts: `[R, E + R]` int32, or None before they are known.
+        stamp: `[2]` int64 (number of the dispatch, fingerprint of `topk_idx`), or None before.
+    """
+
+    topk_idx: torch.Tensor
+    layout: Layout
+    expert_alignment: int
+    routes: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    stamp: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arrival:
+    """What a dispatch brought.
+
+    Attributes:
+        x: `[N, H]` rows.
+        topk_weights: `[N]` (expert_major) or `[N, K]` (flat) float32, or None if none travelled.
+        topk_idx: `[N, K]` int32 local ids (flat) or None.
+        num_tokens_per_expert: `[E_local]` int32, without padding.
+        offsets: `[E_local]` int32, inclusive prefix sums, padded.
+        routing: complete.
+    """
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    num_tokens_per_expert: torch.Tensor
+    offsets: torch.Tensor
+    routing: Routing
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Returned:
+    """What a combine brought home.
+
+    Attributes:
+        x: `[T, H]` sums.
+        values: `[T, K]` float32: the value of each route, 0 where there is none; None if none were sent.
+    """
+
+    x: torch.Tensor
+    values: torch.Tensor | None
+
+
+class Algorithm(abc.ABC):
+    """An exchange between the ranks of a communicator. Calls are collective, in the same order on every rank."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def begin_dispatch(
+        self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
+    ) -> Call:
+        """Begins a dispatch; its result is an `Arrival`. With complete `routing` no counts are exchanged.
+
+        Arguments:
+            x: `[T, H]` rows, last dimension contiguous.
+            row_format: how rows are written.
+            topk_weights: `[T, K]` float32 contiguous, travelling with the rows, or None.
+        """
+
+    @abc.abstractmethod
+    def begin_combine(
+        self,
+        y: torch.Tensor,
+        routing: Routing,
+        row_format: RowFormat,
+        *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,
+    ) -> Call:
+        """Begins a combine; its result is a `Returned`.
+
+        Arguments:
+            y: `[N, H]` contiguous.
+            topk_weights: `[T, K]` float32 contiguous, applied at home, or None.
+            values: `[N]` (expert_major) or `[N, K]` (flat) float32 contiguous, brought home route by route, or None.
+        """
+
+    @abc.abstractmethod
+    def refuse(self, operation: Operation, error: Exception) -> None:
+        """Counts a call that this rank's arguments do not allow, and tells the peers, who would wait for it."""
+
+    @abc.abstractmethod
+    def make_room(self) -> None:
+        """Finishes the oldest calls until one more may begin."""
+
+    @abc.abstractmethod
+    def finish(self, call: Call) -> Any:
+        """Carries the call (and those begun before it) to its end; gives its result or raises its error."""
+
+    @abc.abstractmethod
+    def step(self, call: Call) -> None:
+        """Runs one more phase of the oldest unfinished call up to this one; waits if the phase has to."""
+
+    @abc.abstractmethod
+    def poll(self, call: Call) -> bool:
+        """Runs what needs no waiting; True once the call is finished."""
+
+    @abc.abstractmethod
+    def expose(self, num_rows: int, row_format: RowFormat) -> torch.Tensor:
+        """An uninitialised `[num_rows, H]` tensor in memory that peers can read, so that combine copies nothing.
+
+        Raises:
+            MemoryLimitExceeded: if there is no memory for it.
+        """
+
+    @abc.abstractmethod
+    def statistics(self) -> dict[str, int]:
+        """Counters for tests and for `Communicator.stats`."""
+
+    @abc.abstractmethod
+    def trim(self) -> int:
+        """Gives unused receive memory back to the system; returns the bytes."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Says goodbye; idempotent, needs no peer."""

@@ -1,0 +1,105 @@
+"""Where rows go: pure functions from the counts that all ranks know.
+
+R ranks, E experts, N rows. EXPERT_MAJOR orders a rank's rows by local expert, source rank, source token, k;
+FLAT by source rank, source token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from moecomm.placement import Placement
+
+__all__ = ["BlockLayout", "Layout", "Plan", "block_layout", "plan_exchange"]
+
+Layout = Literal["expert_major", "flat"]
+
+_MAX_ROWS = 2**31 - 1
+_PLANE_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One rank's view of an exchange.
+
+    Attributes:
+        bases: where my rows begin. EXPERT_MAJOR: `[E]` int64, row at the expert's rank of my first route to it;
+            FLAT: `[R]` int64, row at each rank of my first token.
+        rows_per_rank: `[R]`: rows that each rank receives, padding included.
+        num_tokens_per_expert: `[E_local]` int32: routes that arrive here for each local expert.
+        offsets: `[E_local]` int32: inclusive prefix sums of those, each padded to the alignment.
+    """
+
+    bases: npt.NDArray[np.int64]
+    rows_per_rank: list[int]
+    num_tokens_per_expert: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int32]
+
+
+def plan_exchange(
+    counts: npt.NDArray[np.int32], placement: Placement, rank: int, layout: Layout, expert_alignment: int
+) -> Plan:
+    """Plans from all ranks' counts.
+
+    Arguments:
+        counts: `[R, E + R]` int32: per source rank its routes per expert, then its distinct tokens per rank.
+        placement: which rank hosts which expert.
+        rank: mine.
+        layout: of the rows received.
+        expert_alignment: each local expert's rows are padded to a multiple of it.
+
+    Raises:
+        ValueError: if a rank would receive more than 2**31 - 1 rows; the same on every rank.
+    """
+    num_experts = placement.num_experts
+    first = placement.first_expert
+    totals = counts[:, :num_experts].sum(axis=0, dtype=np.int64)
+    padded = totals if expert_alignment == 1 else -(-totals // expert_alignment) * expert_alignment
+    ends = np.zeros(num_experts + 1, dtype=np.int64)
+    np.cumsum(padded, out=ends[1:])
+    rank_starts = ends[first]
+    if layout == "expert_major":
+        rows = np.diff(rank_starts)
+        bases = ends[:-1] - np.repeat(rank_starts[:-1], np.diff(first))
+        bases += counts[:rank, :num_experts].sum(axis=0, dtype=np.int64)
+    else:
+        per_rank = counts[:, num_experts:]
+        rows = per_rank.sum(axis=0, dtype=np.int64)
+        bases = per_rank[:rank].sum(axis=0, dtype=np.int64)
+    most = int(max(rows.max(), np.diff(rank_starts).max()))
+    if most > _MAX_ROWS:
+        raise ValueError(f"rank {int(rows.argmax())} would receive {most} rows, at most {_MAX_ROWS} are possible")
+    mine = slice(int(first[rank]), int(first[rank + 1]))
+    return Plan(
+        bases=bases,
+        rows_per_rank=rows.tolist(),
+        num_tokens_per_expert=totals[mine].astype(np.int32),
+        offsets=(ends[1:][mine] - rank_starts[rank]).astype(np.int32),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLayout:
+    """Planes of rows in one block of receive memory.
+
+    Attributes:
+        offsets: byte offset of each plane.
+        nbytes: size of the block.
+    """
+
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+def block_layout(num_rows: int, plane_bytes: tuple[int, ...]) -> BlockLayout:
+    """Lays planes of `num_rows` rows behind each other, each aligned to 64 bytes."""
+    offsets = []
+    end = 0
+    for row_bytes in plane_bytes:
+        offsets.append(end)
+        end += -(-num_rows * row_bytes // _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT
+    return BlockLayout(tuple(offsets), end)

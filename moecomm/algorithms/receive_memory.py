@@ -1,0 +1,97 @@
+"""Receive memory of one rank: an arena that peers write to and read from, and the tensors that live in it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import torch
+
+from moecomm import _C
+from moecomm.errors import MemoryLimitExceeded
+from moecomm.transports.base import Transport
+
+__all__ = ["ReceiveMemory", "default_memory_limit"]
+
+# Address space beyond the limit costs nothing and keeps fragmentation from ever mattering.
+_ADDRESS_SPACE_FACTOR = 2
+
+
+def default_memory_limit() -> int:
+    """All the memory that this process could get: the machine's, or its control group's if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+class ReceiveMemory:
+    """The arena of a communicator on one rank. Construction is collective.
+
+    Address space is reserved once, memory by touching pages; a block returns when the last tensor on it dies.
+
+    Arguments:
+        transport: makes the region.
+        memory_limit: bytes that may be alive at once on this rank.
+        largest_limit: the largest limit of any rank; regions are symmetric.
+    """
+
+    def __init__(self, transport: Transport, memory_limit: int, largest_limit: int) -> None:
+        self.limit = memory_limit
+        self.region = transport.allocate(largest_limit * _ADDRESS_SPACE_FACTOR)
+        self._arena = _C.Arena(transport.mapping(self.region), memory_limit)
+        self._start = self.region.address
+        self._end = self._start + self.region.nbytes
+
+    def allocate(self, nbytes: int) -> _C.Block | None:
+        """A block of at least `nbytes`, or None if the limit does not allow it."""
+        return self._arena.allocate(nbytes)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where a contiguous tensor lies in the arena, or None if it lies elsewhere."""
+        address = tensor.data_ptr()
+        return address - self._start if self._start <= address < self._end else None
+
+    def share(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[int, ...], list[_C.Block], int]:
+        """Brings contiguous tensors where peers can read them; those that are there already stay.
+
+        Returns:
+            The tensors' offsets in the arena, the blocks that copies lie in, and 0; or, if there is no memory, no
+            offsets, no blocks, and the bytes that were needed.
+        """
+        offsets: list[int] = []
+        blocks: list[_C.Block] = []
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            offset = self.offset_of(tensor) if nbytes else 0
+            if offset is None:
+                block = self.allocate(nbytes)
+                if block is None:
+                    return (), [], nbytes
+                ctypes.memmove(block.address, tensor.data_ptr(), nbytes)
+                blocks.append(block)
+                offset = block.offset
+            offsets.append(offset)
+        return tuple(offsets), blocks, 0
+
+    def exceeded(self, operation: str, who: str, need: int, limit: int) -> MemoryLimitExceeded:
+        """The error that every rank raises when one rank's memory does not suffice."""
+        return MemoryLimitExceeded(
+            f"{operation}: {who} needs {need} bytes of receive memory, which does not fit into its memory_limit of "
+            f"{limit} bytes beside what is alive there; nothing was sent. Use smaller batches, free earlier results, "
+            f"or construct the Communicator with a larger memory_limit"
+        )
+
+    def usage(self) -> _C.ArenaUsage:
+        """Bytes alive, their peak, and how far pages were ever touched."""
+        return self._arena.usage()
+
+    def trim(self) -> int:
+        """Gives the pages outside live blocks back to the system; returns the bytes."""
+        return self._arena.trim()

@@ -1,0 +1,71 @@
+"""Chooses transport and algorithm for a group, and checks that its ranks agree on what they construct."""
+
+from __future__ import annotations
+
+import logging
+
+from moecomm.algorithms.base import Algorithm
+from moecomm.algorithms.receive_memory import default_memory_limit
+from moecomm.algorithms.rendezvous import Rendezvous
+from moecomm.errors import TransportUnavailable
+from moecomm.groups import Group
+from moecomm.placement import Placement
+from moecomm.transports.peers import gather_peers
+from moecomm.transports.registry import choose, transport_names
+
+__all__ = ["exchange_names", "make_algorithm"]
+
+_log = logging.getLogger("moecomm.algorithms")
+
+
+def exchange_names() -> list[str]:
+    """What `Communicator(transport=...)` accepts."""
+    return ["auto", *transport_names()]
+
+
+def make_algorithm(
+    group: Group,
+    placement: Placement,
+    *,
+    transport: str,
+    max_in_flight: int,
+    memory_limit: int | None,
+    timeout: float,
+    agreed: dict[str, int | str],
+) -> tuple[Algorithm, str]:
+    """Makes the exchange of a communicator. Collective.
+
+    Arguments:
+        group: who takes part.
+        placement: which rank hosts which expert.
+        transport: a name, or `auto`: the first transport that reaches all ranks; where none does, `collective`, with a
+            warning.
+        max_in_flight, memory_limit, timeout: see `Communicator`.
+        agreed: further values that must be equal on all ranks.
+
+    Returns:
+        The algorithm, and the name of what carries it.
+
+    Raises:
+        ValueError: ranks that disagree, or an unknown name.
+        TransportUnavailable: the transport does not reach all ranks.
+    """
+    if transport not in exchange_names():
+        raise ValueError(f"transport: unknown {transport!r}; available: {', '.join(exchange_names())}")
+    _check_agreement(group, {**agreed, "transport": transport, "max_in_flight": max_in_flight})
+    peers = gather_peers(group)
+    limit = default_memory_limit() if memory_limit is None else memory_limit
+    options = {"max_in_flight": max_in_flight, "memory_limit": limit, "timeout": timeout}
+    choice = choose(transport, peers[group.rank], peers)
+    carrier = choice.transport(group, peers, Rendezvous.num_slots)
+    return Rendezvous(carrier, placement, **options), carrier.name
+
+
+def _check_agreement(group: Group, mine: dict[str, int | str]) -> None:
+    for rank, theirs in enumerate(group.all_gather(mine)):
+        for name, value in mine.items():
+            if theirs.get(name) != value:
+                raise ValueError(
+                    f"{name} must be equal on all ranks: rank {group.rank} has {value!r}, rank {rank} "
+                    f"{theirs.get(name)!r}"
+                )

@@ -1,0 +1,209 @@
+"""The phases of one rendezvous dispatch; see rendezvous.py for the order."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moecomm import _C
+from moecomm.algorithms.base import Arrival, Routing
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call, Operation, Phase
+from moecomm.algorithms.exchange import Exchange, signature_of
+from moecomm.algorithms.mailbox import Card, Grant
+from moecomm.algorithms.plan import Plan, block_layout, plan_exchange
+from moecomm.codecs.base import RowFormat
+
+__all__ = ["Dispatch"]
+
+
+class Dispatch:
+    """One dispatch of one rank.
+
+    Planes of the receive block, N rows each: those of the row format; flat: local expert ids `[N, K]` int32; then, if
+    weights travel, `[N]` or (flat) `[N, K]` weights.
+
+    Arguments:
+        exchange: what calls share.
+        x: `[T, H]` rows, last dimension contiguous.
+        routing: with routes (cached: no counts are exchanged) or without.
+        row_format: how rows are written.
+        topk_weights: `[T, K]` contiguous, travelling with the rows, or None.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        x: torch.Tensor,
+        routing: Routing,
+        row_format: RowFormat,
+        topk_weights: torch.Tensor | None,
+    ) -> None:
+        self.exchange = exchange
+        self.x = x
+        self.routing = routing
+        self.row_format = row_format
+        self.topk_weights = topk_weights
+        self.flat = routing.layout == "flat"
+        self.cached = routing.routes is not None
+        num_topk = routing.topk_idx.shape[1]
+        self.planes = row_format.plane_bytes
+        if self.flat:
+            self.planes += (4 * num_topk,)
+        if topk_weights is not None:
+            self.planes += (topk_weights.element_size() * (num_topk if self.flat else 1),)
+        self.plan: Plan
+        self.block: _C.Block | None = None
+        operation = Operation.CACHED_DISPATCH if self.cached else Operation.DISPATCH
+        self.call = Call(operation, signature_of(routing, row_format, topk_weights))
+        arrive = Phase("arrive", LANE_DONE, self._arrive)
+        if self.cached:
+            self.call.phases = (
+                Phase("grant", None, self._grant_cached),
+                Phase("push", LANE_BEGUN, self._push),
+                arrive,
+            )
+        else:
+            self.call.phases = (
+                Phase("announce", None, self._announce),
+                Phase("grant", LANE_BEGUN, self._grant),
+                Phase("push", LANE_GRANTED, self._push),
+                arrive,
+            )
+
+    def _announce(self) -> None:
+        exchange, routing = self.exchange, self.routing
+        placement = exchange.placement
+        counts = exchange.mailbox.counts_out
+        fingerprint = exchange.kernels.count_routes(
+            routing.topk_idx, placement.expert_rank, placement.num_ranks, torch.from_numpy(counts)
+        )
+        self.stamp = (self.call.sequence, fingerprint)
+        card = Card(self.call.sequence, self.call.operation, self.call.words)
+        exchange.sequencer.send_card(card, self.call, with_counts=True)
+
+    def _reserve(self, counts: npt.NDArray[np.int32]) -> Grant:
+        """Plans, and sets receive memory aside if there is enough."""
+        exchange, routing = self.exchange, self.routing
+        self.plan = plan_exchange(counts, exchange.placement, exchange.rank, routing.layout, routing.expert_alignment)
+        need = block_layout(self.plan.rows_per_rank[exchange.rank], self.planes).nbytes
+        exchange.sequencer.release_quarantine()
+        self.block = exchange.memory.allocate(need)
+        limit = exchange.memory.limit
+        if self.block is None:
+            return Grant(-1, need, limit, refused=True)
+        self.call.blocks.append(self.block)
+        return Grant(self.block.offset, need, limit, refused=False)
+
+    def _grant(self) -> None:
+        exchange, routing = self.exchange, self.routing
+        exchange.sequencer.cards(self.call)
+        counts = exchange.mailbox.counts(self.call.sequence)
+        grant = self._reserve(counts)
+        advance = exchange.sequencer.advance(LANE_GRANTED, self.call)
+        exchange.mailbox.send_grant(self.call.sequence, grant, LANE_GRANTED, advance)
+        # The peers can go on from here, so the rest of the planning costs them nothing.
+        plan_routes = exchange.kernels.plan_flat if self.flat else exchange.kernels.plan_expert_major
+        self.routing = Routing(
+            # A copy of its own: the handle must not change when the caller reuses its tensor.
+            topk_idx=routing.topk_idx.to(torch.int32, copy=True),
+            layout=routing.layout,
+            expert_alignment=routing.expert_alignment,
+            routes=plan_routes(routing.topk_idx, exchange.placement.expert_rank, torch.from_numpy(self.plan.bases)),
+            counts=torch.from_numpy(counts),
+            stamp=torch.tensor(self.stamp, dtype=torch.int64),
+        )
+
+    def _grant_cached(self) -> None:
+        assert self.routing.counts is not None
+        grant = self._reserve(self.routing.counts.numpy())
+        card = Card(
+            self.call.sequence,
+            self.call.operation,
+            self.call.words,
+            offsets=(grant.offset,),
+            need=grant.need,
+            limit=grant.limit,
+            refused=grant.refused,
+        )
+        self.exchange.sequencer.send_card(card, self.call, with_counts=False)
+
+    def _grants(self) -> list[Grant]:
+        if not self.cached:
+            return self.exchange.mailbox.grants(self.call.sequence)
+        cards = self.exchange.sequencer.cards(self.call)
+        return [Grant(card.offsets[0], card.need, card.limit, card.refused) for card in cards]
+
+    def _push(self) -> None:
+        exchange, routing = self.exchange, self.routing
+        kernels, placement = exchange.kernels, exchange.placement
+        grants = self._grants()
+        for rank, grant in enumerate(grants):
+            if grant.refused:
+                raise exchange.exceeded(self.call, rank, grant.need, grant.limit)
+        assert routing.routes is not None
+        layouts = [block_layout(rows, self.planes).offsets for rows in self.plan.rows_per_rank]
+        bases = [base + grant.offset for base, grant in zip(exchange.bases(), grants, strict=True)]
+        self._zero_padding(bases[exchange.rank], layouts[exchange.rank])
+        addresses = [
+            [base + offsets[plane] for base, offsets in zip(bases, layouts, strict=True)]
+            for plane in range(len(self.planes))
+        ]
+        for tensor in self.row_format.encode(self.x):
+            kernels.push_rows(tensor, routing.routes, addresses.pop(0))
+        if self.flat:
+            kernels.push_flat_metadata(
+                routing.topk_idx,
+                self.topk_weights,
+                routing.routes,
+                expert_rank=placement.expert_rank,
+                expert_local=placement.expert_local,
+                idx_addresses=addresses[0],
+                weight_addresses=None if self.topk_weights is None else addresses[1],
+            )
+        elif self.topk_weights is not None:
+            kernels.push_values(self.topk_weights, routing.routes, addresses[0])
+        exchange.sequencer.signal_all(LANE_DONE, self.call)
+
+    def _zero_padding(self, base: int, offsets: tuple[int, ...]) -> None:
+        """Zeroes my rows between the real ones of an expert and its padded end."""
+        if self.flat or self.routing.expert_alignment == 1:
+            return
+        ends = self.plan.offsets
+        starts = np.concatenate((ends[:1] * 0, ends[:-1])) + self.plan.num_tokens_per_expert
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            for offset, row_bytes in zip(offsets, self.planes, strict=True):
+                if end > start:
+                    ctypes.memset(base + offset + start * row_bytes, 0, (end - start) * row_bytes)
+
+    def _arrive(self) -> None:
+        num_rows = self.plan.rows_per_rank[self.exchange.rank]
+        offsets = block_layout(num_rows, self.planes).offsets
+        num_planes = len(self.row_format.plane_bytes)
+        num_topk = self.routing.topk_idx.shape[1]
+        assert self.block is not None
+        weights, topk_idx = None, None
+        if self.flat:
+            topk_idx = _view(self.block, torch.int32, offsets[num_planes], (num_rows, num_topk))
+        if self.topk_weights is not None:
+            shape = (num_rows, num_topk) if self.flat else (num_rows,)
+            weights = _view(self.block, self.topk_weights.dtype, offsets[-1], shape)
+        self.call.result = Arrival(
+            x=self.row_format.decode(self.block, offsets[:num_planes], num_rows),
+            topk_weights=weights,
+            topk_idx=topk_idx,
+            num_tokens_per_expert=torch.from_numpy(self.plan.num_tokens_per_expert),
+            offsets=torch.from_numpy(self.plan.offsets),
+            routing=self.routing,
+        )
+        self.call.blocks.clear()
+
+
+def _view(block: _C.Block, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(block, dtype=dtype, count=count, offset=offset).view(shape)

@@ -1,0 +1,116 @@
+"""What a caller may pass: each mistake is a ValueError or TypeError that names the argument and both values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moecomm.handle import Handle
+
+__all__ = ["check_combine", "check_dispatch", "check_handle", "check_layout", "check_sizes", "weights_dtype"]
+
+_LAYOUTS = ("expert_major", "flat")
+_MODES = ("throughput",)
+_SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def weights_dtype(rows: torch.dtype) -> torch.dtype:
+    """The dtype in which weights of such rows are kept: float32, and float64 for float64 rows."""
+    return torch.float64 if rows is torch.float64 else torch.float32
+
+
+def _check_matrix(name: str, tensor: Any, shape: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor {shape}, got {type(tensor).__name__}")
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}; this communicator carries cpu tensors")
+
+
+def check_layout(layout: str, expert_alignment: int, mode: str) -> None:
+    """Checks the options of a dispatch."""
+    if mode not in _MODES:
+        raise ValueError(f"mode: unknown {mode!r}; available: {', '.join(_MODES)}")
+    if layout not in _LAYOUTS:
+        raise ValueError(f"layout: unknown {layout!r}; available: {', '.join(_LAYOUTS)}")
+    if isinstance(expert_alignment, bool) or not isinstance(expert_alignment, int):
+        raise TypeError(f"expert_alignment must be an int, got {type(expert_alignment).__name__}")
+    if not 1 <= expert_alignment <= 2**20:
+        raise ValueError(f"expert_alignment must be in [1, {2**20}], got {expert_alignment}")
+    if layout == "flat" and expert_alignment != 1:
+        raise ValueError(
+            f"expert_alignment must be 1 with layout 'flat' (rows are not grouped), got {expert_alignment}"
+        )
+
+
+def check_handle(handle: Any, communicator: int) -> None:
+    """Checks that a handle is this communicator's."""
+    if not isinstance(handle, Handle):
+        raise TypeError(f"handle must be a Handle (received.handle of a dispatch), got {type(handle).__name__}")
+    if handle.communicator != communicator:
+        raise ValueError(
+            f"handle: made by communicator {handle.communicator}, used with communicator {communicator}; "
+            "a handle holds the routing of the communicator that made it"
+        )
+
+
+def check_dispatch(
+    x: Any, topk_idx: Any, topk_weights: Any, *, hidden: int, max_topk: int, num_tokens: int | None = None
+) -> None:
+    """Checks x `[T, H]`, topk_idx `[T, K]` and topk_weights `[T, K]` or None against each other and the sizes."""
+    _check_matrix("x", x, "[num_tokens, hidden]")
+    if x.shape[1] != hidden:
+        raise ValueError(f"x has hidden size {x.shape[1]}, the communicator was made for hidden={hidden}")
+    if num_tokens is not None and x.shape[0] != num_tokens:
+        raise ValueError(f"x has {x.shape[0]} tokens, the handle was made for {num_tokens}")
+    _check_matrix("topk_idx", topk_idx, "[num_tokens, num_topk]")
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_idx must be int32 or int64, got {topk_idx.dtype}")
+    if topk_idx.shape[0] != x.shape[0]:
+        raise ValueError(f"topk_idx has {topk_idx.shape[0]} tokens, x has {x.shape[0]}")
+    if not 1 <= topk_idx.shape[1] <= max_topk:
+        raise ValueError(f"topk_idx has num_topk {topk_idx.shape[1]}, the communicator allows 1 to {max_topk}")
+    _check_weights(topk_weights, tuple(topk_idx.shape))
+
+
+def _check_weights(topk_weights: Any, shape: tuple[int, ...]) -> None:
+    if topk_weights is None:
+        return
+    _check_matrix("topk_weights", topk_weights, "[num_tokens, num_topk]")
+    if tuple(topk_weights.shape) != shape:
+        raise ValueError(f"topk_weights has shape {list(topk_weights.shape)}, topk_idx has {list(shape)}")
+    if topk_weights.dtype not in _SUMMABLE:
+        raise TypeError(f"topk_weights must be floating point ({_names()}), got {topk_weights.dtype}")
+
+
+def check_combine(y: Any, topk_weights: Any, *, num_rows: int, hidden: int, routes: torch.Tensor, layout: str) -> None:
+    """Checks y `[N, H]` and topk_weights `[T, K]` or None against the routing."""
+    _check_matrix("y", y, "[num_rows, hidden]")
+    if y.shape[0] != num_rows:
+        raise ValueError(f"y has {y.shape[0]} rows, the dispatch of this handle brought {num_rows}")
+    if y.shape[1] != hidden:
+        raise ValueError(f"y has hidden size {y.shape[1]}, the communicator was made for hidden={hidden}")
+    if y.dtype not in _SUMMABLE:
+        raise TypeError(f"y: rows of dtype {y.dtype} cannot be summed; supported: {_names()}")
+    if topk_weights is not None and layout == "flat":
+        raise ValueError(
+            "topk_weights: with layout 'flat' each row is already the weighted sum over its rank's experts; "
+            "apply received.topk_weights there and combine without weights"
+        )
+    _check_weights(topk_weights, tuple(routes.shape))
+
+
+def _names() -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _SUMMABLE)
+
+
+def check_sizes(**sizes: tuple[int, int | None]) -> None:
+    """Checks the sizes of a communicator: name=(value, largest or None)."""
+    for name, (value, most) in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < 1 or (most is not None and value > most):
+            allowed = "at least 1" if most is None else f"from 1 to {most}"
+            raise ValueError(f"{name} must be {allowed}, got {value}")

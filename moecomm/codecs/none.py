@@ -1,0 +1,59 @@
+"""Codec `none`: rows travel as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from moecomm.codecs.base import Codec, RowFormat
+from moecomm.kernels.registry import kernels_for
+
+__all__ = ["NoCodec"]
+
+
+class PlainRows(RowFormat):
+    """One plane: the row itself."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__(hidden, dtype, NoCodec.code)
+        self.plane_bytes = (hidden * dtype.itemsize,)
+        self._kernels = kernels_for("cpu")
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x,)
+
+    def decode(self, buffer: Any, offsets: Sequence[int], num_rows: int) -> torch.Tensor:
+        count = num_rows * self.hidden
+        if count == 0:
+            return torch.empty((num_rows, self.hidden), dtype=self.dtype)
+        return torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=offsets[0]).view(num_rows, self.hidden)
+
+    def reduce(
+        self,
+        num_tokens: int,
+        routes: torch.Tensor,
+        addresses: Sequence[Sequence[int]],
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = torch.empty((num_tokens, self.hidden), dtype=self.dtype)
+        self._kernels.combine_rows(out, routes, list(addresses[0]), weights=weights)
+        return out
+
+
+class NoCodec(Codec):
+    """Rows travel as they are; every dtype, no error."""
+
+    name = "none"
+    code = 0
+    error_bound = 0.0
+
+    def row_format(self, hidden: int, dtype: torch.dtype) -> RowFormat:
+        return _plain_rows(hidden, dtype)
+
+
+@lru_cache(maxsize=64)
+def _plain_rows(hidden: int, dtype: torch.dtype) -> PlainRows:
+    return PlainRows(hidden, dtype)

@@ -1,0 +1,126 @@
+"""Gradients of the torch operators: the adjoint of dispatch is combine, and the reverse. No counts travel in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moecomm.functional as functional
+
+__all__: list[str] = []
+
+_ops = torch.ops.moecomm
+
+# The handle's tensors, its layout and alignment, and the communicator.
+_NUM_HANDLE_ARGUMENTS = 7
+
+
+def _below_autograd(operator: Any, *arguments: Any) -> tuple[Tensor, ...]:
+    with torch._C._AutoDispatchBelowAutograd():
+        outputs: tuple[Tensor, ...] = operator(*arguments)
+    return outputs
+
+
+def _home(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The adjoint of both dispatches: gradients of received rows and weights, home and summed.
+
+    Every rank takes part whatever it needs itself: a rank that stayed away would leave the others waiting.
+    """
+    *tensors, layout, expert_alignment, comm = (*ctx.saved_tensors, *ctx.options)
+    handle = (*tensors, layout, expert_alignment, comm)
+    values = grad_weights if ctx.weighted else None
+    grad_x, grad_values = _ops.combine(grad_x, None, values, *handle, -1, ctx.stamp)
+    return grad_x, grad_values if ctx.weighted else None
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *options: Any) -> Any:
+        comm, _, layout, expert_alignment, _ = options
+        outputs = _below_autograd(_ops.dispatch, x, topk_idx, topk_weights, *options)
+        handle = outputs[5:]
+        ctx.save_for_backward(*handle)
+        # Not among the saved tensors, which a recompute replaces: this stays what the forward saw.
+        ctx.stamp = handle[-1].clone()
+        ctx.options = (layout, expert_alignment, comm)
+        ctx.weighted = topk_weights is not None
+        ctx.mark_non_differentiable(*outputs[2:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, *unused: Any) -> Any:
+        grads = _home(ctx, grad_x, grad_weights)
+        return (*grads, None, None, None, None, None, None)
+
+
+class _DispatchCached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, topk_weights: Tensor | None, *rest: Any) -> Any:
+        outputs = _below_autograd(_ops.dispatch_cached, x, topk_weights, *rest)
+        *handle, layout, expert_alignment, comm = rest[:_NUM_HANDLE_ARGUMENTS]
+        ctx.save_for_backward(*handle)
+        ctx.stamp = handle[-1].clone()
+        ctx.options = (layout, expert_alignment, comm)
+        ctx.weighted = topk_weights is not None
+        ctx.num_rest = len(rest)
+        ctx.mark_non_differentiable(*outputs[2:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, *unused: Any) -> Any:
+        return (*_home(ctx, grad_x, grad_weights), *(None,) * ctx.num_rest)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, topk_weights: Tensor | None, values: Tensor | None, *rest: Any) -> Any:
+        outputs = _below_autograd(_ops.combine, y, topk_weights, values, *rest)
+        *handle, layout, expert_alignment, comm = rest[:_NUM_HANDLE_ARGUMENTS]
+        ctx.weighted = topk_weights is not None
+        ctx.valued = values is not None
+        # The experts' outputs are needed only for the gradient of the weights.
+        ctx.save_for_backward(*handle, *((y, topk_weights) if ctx.weighted else ()))
+        ctx.stamp = handle[-1].clone()
+        ctx.options = (layout, expert_alignment, comm)
+        ctx.num_rows = y.shape[0]
+        ctx.num_rest = len(rest)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_values: Tensor) -> Any:
+        handle = (*ctx.saved_tensors[:4], *ctx.options)
+        nothing = (None,) * ctx.num_rest
+        if ctx.weighted:
+            y, topk_weights = ctx.saved_tensors[4:]
+            grad_y, grad_weights = _ops.combine_adjoint(grad, y, topk_weights, *handle, ctx.stamp)
+            return grad_y, grad_weights, None, *nothing
+        values = grad_values if ctx.valued else None
+        grad_y, back, *_ = _ops.dispatch_cached(grad, values, *handle, ctx.num_rows, -1, ctx.stamp)
+        return grad_y, None, back if ctx.valued else None, *nothing
+
+
+class _CombineAdjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        return _below_autograd(_ops.combine_adjoint, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("the gradient of a weighted combine cannot be differentiated again")
+
+
+def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, *options: Any) -> Any:
+    return _Dispatch.apply(x, topk_weights, topk_idx, *options)
+
+
+def _register(name: str, function: Callable[..., Any]) -> None:
+    functional._library.impl(name, function, "Autograd")
+
+
+_register("dispatch", _dispatch)
+_register("dispatch_cached", lambda *arguments: _DispatchCached.apply(*arguments))
+_register("combine", lambda *arguments: _Combine.apply(*arguments))
+_register("combine_adjoint", lambda *arguments: _CombineAdjoint.apply(*arguments))
