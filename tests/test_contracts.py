@@ -2,24 +2,55 @@
 
 import pytest
 
-from moecomm.testing.contracts import World, transport
+from moecomm import _C
+from moecomm.codecs.registry import codec_names, make_codec
+from moecomm.kernels.registry import available_kernels, kernels_for
+from moecomm.testing.contracts import World, algorithm, codec, kernels, transport
 from moecomm.transports.registry import transport_names
 
 WORLDS_OF = {
     "local": [World("threads", "local"), World("stepped", "local")],
     "shm": [World("processes", "shm")],
 }
+COLLECTIVE = World("processes", "collective")
+TRANSPORT_WORLDS = [world for name in transport_names() for world in WORLDS_OF[name]]
+EXCHANGE_WORLDS = [*TRANSPORT_WORLDS, COLLECTIVE]
 
 
-def worlds():
-    return [world for name in transport_names() for world in WORLDS_OF[name]]
+def name_of(check):
+    return check.__name__.removeprefix("check_")
 
 
 def test_every_transport_is_held_to_the_contract():
     assert set(transport_names()) <= set(WORLDS_OF)
 
 
-@pytest.mark.parametrize("check", transport.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("world", worlds(), ids=str)
+@pytest.mark.parametrize("check", transport.CHECKS, ids=name_of)
+@pytest.mark.parametrize("world", TRANSPORT_WORLDS, ids=str)
 def test_transport(world, check):
     check(world)
+
+
+@pytest.mark.parametrize("check", algorithm.CHECKS, ids=name_of)
+@pytest.mark.parametrize("world", EXCHANGE_WORLDS, ids=str)
+def test_exchange(world, check):
+    check(world)
+
+
+@pytest.mark.parametrize("check", codec.CHECKS, ids=name_of)
+@pytest.mark.parametrize("name", codec_names())
+def test_codec(name, check):
+    check(make_codec(name))
+
+
+@pytest.mark.parametrize("check", kernels.CHECKS, ids=name_of)
+@pytest.mark.parametrize("instruction_set", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("name", [name for name in available_kernels() if name != "reference"])
+def test_kernels(name, instruction_set, check):
+    if not _C.cpu_features()[instruction_set]:
+        pytest.skip(f"this processor has no {instruction_set}")
+    _C.set_instruction_set(instruction_set)
+    try:
+        check(kernels_for(name))
+    finally:
+        _C.set_instruction_set("auto")

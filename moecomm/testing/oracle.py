@@ -28,7 +28,8 @@ class ReferenceReceived:
 
     Attributes:
         x: `[N, H]`, the rows; zero where no route is.
-        topk_weights: `[N]` float32, flat: `[N, K]`; 0 where no route is; None if no weights were given.
+        topk_weights: `[N]`, flat: `[N, K]`; float32 (float64 beside float64 rows); 0 where no route is; None if no
+            weights were given.
         topk_idx: None, flat: `[N, K]` int32 local expert ids, -1 where the expert is elsewhere.
         num_tokens_per_expert: `[E_local]` int32, routes to each local expert.
         offsets: `[E_local]` int32, inclusive prefix sums of the counts rounded up to the alignment; flat: None.
@@ -81,7 +82,8 @@ def reference_dispatch(
     here = (ids >= experts.start) & (ids < experts.stop)
     weights = None
     if topk_weights is not None:
-        table = torch.cat([*(w.to(torch.float32) for w in topk_weights), torch.zeros(1, num_topk)])[at]
+        kept = _exact(xs[0].dtype)
+        table = torch.cat([*(w.to(kept) for w in topk_weights), torch.zeros(1, num_topk, dtype=kept)])[at]
         if layout == "flat":
             weights = torch.where(here, table, 0.0)
         else:
@@ -118,7 +120,8 @@ def reference_combine(
 
     Returns:
         `[T, H]`: per token the sum over its routes in ascending k (flat: over ranks, ascending), of w * y, product and
-        sum each rounded to float32 (float64 for float64), starting from zero, rounded once to the dtype of `ys`.
+        sum each rounded to float32 (float64 for float64), starting from zero, rounded once to the dtype of `ys`. The
+        weights are first rounded to that float32 or float64.
     """
     if layout == "flat" and topk_weights is not None:
         raise ValueError("topk_weights: rows of layout 'flat' are summed over experts already and cannot be weighted")
@@ -138,16 +141,21 @@ def reference_combine(
         row_of[sources[mine, 1], column] = first_row + mine
         first_row += y.shape[0]
 
-    exact = torch.float64 if ys[0].dtype == torch.float64 else torch.float32
+    exact = _exact(ys[0].dtype)
     rows = torch.cat([*ys, ys[0].new_zeros(1, ys[0].shape[1])])
     total = torch.zeros(num_tokens, rows.shape[1], dtype=exact)
     for term in range(num_terms):
         addend = rows[row_of[:, term]].to(exact)
         if topk_weights is not None:
-            weight = torch.where(own[:, term] >= 0, topk_weights[:, term].to(torch.float32), 0.0)
-            addend = weight[:, None].to(exact) * addend
+            weight = torch.where(own[:, term] >= 0, topk_weights[:, term].to(exact), 0.0)
+            addend = weight[:, None] * addend
         total = total + addend
     return total.to(rows.dtype)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which rows of this dtype are summed and their weights kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _local_experts(num_experts: int, num_ranks: int, rank: int) -> range:
