@@ -1,6 +1,6 @@
 """Row kernels against the memory bound of this machine, measured in the same run.
 
-    python benchmarks/kernels.py [--processes 2] [--tokens 2048] [--hidden 2048] [--topk 8] [--experts 32] [--repeats 15]
+    python benchmarks/kernels.py [--processes 2] [--tokens 2048] [--hidden 2048] [--topk 8] [--experts 32]
 
 Each process plays one rank: it pushes its rows to every rank's memory (shared, anonymous) and combines what lies there.
 All processes run the same step at the same time. Printed: the median of the slowest process, GB/s of the bytes that are

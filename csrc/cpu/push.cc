@@ -55,8 +55,13 @@ void push_weighted_rows(const Rows& rows, Format format, const int64_t* routes, 
         for (int64_t p = 0; p < num_slots; ++p) {
             if (routes[p] < 0) continue;
             char* const target = locate(routes[p], addresses, rows.row_bytes);
-            scale(streaming ? scaled.data() : target, row, weights[p], num_columns);
-            if (streaming) loops.copy_streaming(target, scaled.data(), scaled.size());
+            const bool is_aligned = reinterpret_cast<uintptr_t>(target) % 64 == 0;
+            if (!streaming || is_aligned) {
+                scale(target, row, weights[p], num_columns, streaming);
+            } else {
+                scale(scaled.data(), row, weights[p], num_columns, false);
+                loops.copy_streaming(target, scaled.data(), scaled.size());
+            }
         }
     }
     fence_streaming();

@@ -29,11 +29,11 @@ struct ReduceArgs {
     const float* weights;     // num_rows weights, or nullptr for a plain sum
     int64_t num_rows;         // zero rows give zeros
     int64_t num_columns;      // any number
-    // While column byte c is added, byte c + fetch_bytes is fetched: of the same rows, or where they end of these ones.
-    const char* const* ahead;
-    int64_t num_ahead;
-    int64_t fetch_bytes;  // at most the bytes of a row
-    bool is_streaming;    // write out past the caches; then out is a multiple of 64
+    // While byte c of a row is added, byte c + fetch_bytes is asked for: of the same row or, past its end, of the row
+    // that is rows_ahead further on in rows. 0 < fetch_bytes <= bytes of a row.
+    int64_t fetch_bytes;
+    int64_t rows_ahead;
+    bool is_streaming;  // write out past the caches; then out is a multiple of 64
 };
 
 struct RowLoops {
@@ -41,8 +41,8 @@ struct RowLoops {
     void (*copy_streaming)(char* out, const char* in, size_t num_bytes);
     // out = rows[0] + rows[1] + ... (each times its weight), from zero, in this order, fp32 (fp64 for fp64) inside.
     void (*reduce[kNumFormats])(const ReduceArgs& args);
-    // out = weight * in.
-    void (*scale[kNumFormats])(char* out, const char* in, float weight, int64_t num_columns);
+    // out = weight * in; is_streaming writes past the caches, and then out is a multiple of 64.
+    void (*scale[kNumFormats])(char* out, const char* in, float weight, int64_t num_columns, bool is_streaming);
     // out = weight * g; returns the dot product of g and y, rounded to fp32.
     float (*scale_dot[kNumFormats])(char* out, const char* g, const char* y, float weight, int64_t num_columns);
     // Reads every byte and returns their exclusive or by 8-byte words: the bound for reading.

@@ -8,39 +8,36 @@
 //   spread            the 32 values in column order
 // and the set offers copy_lines (streaming stores of whole lines) and read_lines.
 
+// Stores a stripe, past the caches if out is a multiple of 64 and that is wanted.
+template <class Stripe>
+MOECOMM_INLINE void put(char* out, typename Stripe::Wide value, bool is_streaming) {
+    if (!is_streaming) {
+        Stripe::store(out, value);
+        return;
+    }
+    alignas(64) char lines[32 * Stripe::kBytes];
+    Stripe::store(lines, value);
+    copy_lines(out, lines, sizeof lines);
+}
+
 template <class Stripe, bool weighted, int num_stripes>
-MOECOMM_INLINE void reduce_block(char* out, const ReduceArgs& args, int64_t offset) {
+MOECOMM_INLINE void reduce_block(const ReduceArgs& args, int64_t offset, const char* const* fetch, int64_t fetch_at) {
     using Wide = typename Stripe::Wide;
     using Scalar = typename Wide::Scalar;
+    constexpr int64_t stripe = 32 * Stripe::kBytes;
     Wide sum[num_stripes];
     for (int s = 0; s < num_stripes; ++s) sum[s] = Wide::broadcast(Scalar(0));
     for (int64_t j = 0; j < args.num_rows; ++j) {
+        for (int64_t line = 0; line < num_stripes * stripe; line += 64) MOECOMM_PREFETCH(fetch[j] + fetch_at + line);
         const char* const in = args.rows[j] + offset;
         const Wide weight = Wide::broadcast(weighted ? static_cast<Scalar>(args.weights[j]) : Scalar(1));
         for (int s = 0; s < num_stripes; ++s) {
-            Wide value = Stripe::load(in + s * 32 * Stripe::kBytes);
+            Wide value = Stripe::load(in + s * stripe);
             if (weighted) value = multiply(weight, value);
             sum[s] = add(sum[s], value);
         }
     }
-    if (!args.is_streaming) {
-        for (int s = 0; s < num_stripes; ++s) Stripe::store(out + s * 32 * Stripe::kBytes, sum[s]);
-        return;
-    }
-    alignas(64) char block[num_stripes * 32 * Stripe::kBytes];
-    for (int s = 0; s < num_stripes; ++s) Stripe::store(block + s * 32 * Stripe::kBytes, sum[s]);
-    copy_lines(out, block, sizeof block);
-}
-
-template <int64_t num_bytes>
-MOECOMM_INLINE void fetch_ahead(const ReduceArgs& args, int64_t offset, int64_t row_bytes) {
-    const int64_t wanted = offset + args.fetch_bytes;
-    const bool is_here = wanted < row_bytes;
-    const char* const* const rows = is_here ? args.rows : args.ahead;
-    const int64_t num_rows = is_here ? args.num_rows : args.num_ahead;
-    const int64_t begin = is_here ? wanted : wanted - row_bytes;
-    for (int64_t j = 0; j < num_rows; ++j)
-        for (int64_t line = 0; line < num_bytes; line += 64) MOECOMM_PREFETCH(rows[j] + begin + line);
+    for (int s = 0; s < num_stripes; ++s) put<Stripe>(args.out + offset + s * stripe, sum[s], args.is_streaming);
 }
 
 template <class Stripe, bool weighted>
@@ -49,12 +46,13 @@ MOECOMM_TARGET void reduce_columns(const ReduceArgs& args) {
     constexpr int64_t block = Stripe::kBlock * stripe;
     const int64_t num_bytes = args.num_columns * Stripe::kBytes;
     int64_t offset = 0;
-    for (; offset + block <= num_bytes; offset += block) {
-        fetch_ahead<block>(args, offset, num_bytes);
-        reduce_block<Stripe, weighted, Stripe::kBlock>(args.out + offset, args, offset);
-    }
+    for (; offset + args.fetch_bytes + block <= num_bytes; offset += block)
+        reduce_block<Stripe, weighted, Stripe::kBlock>(args, offset, args.rows, offset + args.fetch_bytes);
+    const char* const* const ahead = args.rows + args.rows_ahead;
+    for (; offset + block <= num_bytes; offset += block)
+        reduce_block<Stripe, weighted, Stripe::kBlock>(args, offset, ahead, offset + args.fetch_bytes - num_bytes);
     for (; offset + stripe <= num_bytes; offset += stripe)
-        reduce_block<Stripe, weighted, 1>(args.out + offset, args, offset);
+        reduce_block<Stripe, weighted, 1>(args, offset, ahead, offset + args.fetch_bytes - num_bytes);
     if (offset == num_bytes) return;
     // The columns left over go through a zero-filled stripe.
     using Wide = typename Stripe::Wide;
@@ -80,14 +78,14 @@ MOECOMM_TARGET void reduce(const ReduceArgs& args) {
 }
 
 template <class Stripe>
-MOECOMM_TARGET void scale(char* out, const char* in, float weight, int64_t num_columns) {
+MOECOMM_TARGET void scale(char* out, const char* in, float weight, int64_t num_columns, bool is_streaming) {
     using Wide = typename Stripe::Wide;
     constexpr int64_t stripe = 32 * Stripe::kBytes;
     const Wide factor = Wide::broadcast(static_cast<typename Wide::Scalar>(weight));
     const int64_t num_bytes = num_columns * Stripe::kBytes;
     int64_t offset = 0;
     for (; offset + stripe <= num_bytes; offset += stripe)
-        Stripe::store(out + offset, multiply(factor, Stripe::load(in + offset)));
+        put<Stripe>(out + offset, multiply(factor, Stripe::load(in + offset)), is_streaming);
     if (offset == num_bytes) return;
     char tail[stripe] = {};
     std::memcpy(tail, in + offset, static_cast<size_t>(num_bytes - offset));
