@@ -16,7 +16,7 @@ Layers, and imports only go down:
 `errors`, `groups` and `placement` may be imported by all; `testing` may import all.
 """
 
-import moecomm.gradients  # registers the torch operators
+import moecomm.gradients  # noqa: F401 - registers the torch operators
 from moecomm.communicator import Communicator
 from moecomm.errors import (
     CallMismatch,

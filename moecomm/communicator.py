@@ -152,8 +152,8 @@ class Communicator:
             topk_weights: `[T, K]` floating point or None: travel with the rows, in float32 (float64 beside float64
                 rows); not read where `topk_idx` is -1. Given on all ranks or on none.
             mode: `throughput`.
-            layout: `expert_major`: one row per route, by local expert, source rank, source token, k. `flat`: one row per
-                token and rank, by source rank, source token.
+            layout: `expert_major`: one row per route, by local expert, source rank, source token, k. `flat`: one row
+                per token and rank, by source rank, source token.
             expert_alignment: expert_major: each local expert's rows are padded with zero rows to a multiple of it.
             handle: of an earlier dispatch: same routing, layout and alignment again, without exchanging counts.
 
@@ -207,7 +207,8 @@ class Communicator:
 
         Arguments:
             y: `[N, H]`: row n is the expert's output for row n of `received.x`; padding rows are not read. float64,
-                float32, bfloat16 or float16. Rows in memory of `combine_buffer` (or `received.x` itself) are not copied.
+                float32, bfloat16 or float16. What lies in memory of `combine_buffer` (or is `received.x` itself) is not
+                copied.
             handle: of the dispatch.
             topk_weights: `[T, K]` floating point: the sum is of weight * row; None: of the rows. expert_major only.
                 Not read where `topk_idx` is -1, where its gradient is 0.

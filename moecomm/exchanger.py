@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from moecomm.algorithms.base import Algorithm, Arrival, Returned, Routing
-from moecomm.algorithms.calls import Call, Operation
+from moecomm.algorithms.base import Algorithm, Arrival, Returned
+from moecomm.algorithms.calls import Call
 from moecomm.algorithms.plan import Layout
+from moecomm.algorithms.routing import Routing
+from moecomm.algorithms.signature import Operation
 from moecomm.checks import check_combine, check_dispatch, check_handle, check_layout, weights_dtype
 from moecomm.codecs.base import Codec
 from moecomm.errors import CommunicatorClosed, RoutingChanged

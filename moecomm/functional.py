@@ -6,10 +6,10 @@
     combine           experts' rows home, summed         dispatch_cached; weighted: combine_adjoint
     combine_adjoint   gradients of a weighted combine    (not differentiable)
 
-Operators take tensors and numbers only, so a handle travels as its tensors (`routes`, `topk_idx`, `counts`, `stamp`) and
-a communicator as its id. `call` is the number of a call that has begun already, or -1. Outputs that do not exist (no
-weights, no local ids) are empty tensors. `expected` is the stamp of the forward's routing; it differs from `stamp` if a
-recompute has routed differently.
+Operators take tensors and numbers only, so a handle travels as its tensors (`routes`, `topk_idx`, `counts`, `stamp`)
+and a communicator as its id. `call` is the number of a call that has begun already, or -1. Outputs that do not exist
+(no weights, no local ids) are empty tensors. `expected` is the stamp of the forward's routing; it differs from `stamp`
+if a recompute has routed differently.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _combine_adjoint_cpu(
     return grad_y, exchanger.return_values(grad_rows, handle)
 
 
-# -- shapes for torch.compile --------------------------------------------------------------------------------------------
+# -- shapes for torch.compile ------------------------------------------------------------------------------------------
 
 
 def _dispatch_fake(

@@ -1,4 +1,4 @@
-"""Gradients of the torch operators: the adjoint of dispatch is combine, and the reverse. No counts travel in backward."""
+"""Gradients of the torch operators: the adjoint of dispatch is combine, and the reverse; no counts travel again."""
 
 from __future__ import annotations
 
@@ -91,10 +91,11 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_values: Tensor) -> Any:
-        handle = (*ctx.saved_tensors[:4], *ctx.options)
+        saved = ctx.saved_tensors  # once: under activation checkpointing a second look is an error
+        handle = (*saved[:4], *ctx.options)
         nothing = (None,) * ctx.num_rest
         if ctx.weighted:
-            y, topk_weights = ctx.saved_tensors[4:]
+            y, topk_weights = saved[4:]
             grad_y, grad_weights = _ops.combine_adjoint(grad, y, topk_weights, *handle, ctx.stamp)
             return grad_y, grad_weights, None, *nothing
         values = grad_values if ctx.valued else None

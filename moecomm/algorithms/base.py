@@ -8,31 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from moecomm.algorithms.calls import Call, Operation
-from moecomm.algorithms.plan import Layout
+from moecomm.algorithms.calls import Call
+from moecomm.algorithms.routing import Routing
+from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 
-__all__ = ["Algorithm", "Arrival", "Returned", "Routing"]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Routing:
-    """Who goes where, as one rank knows it; T tokens, K top-k, E experts, R ranks.
-
-    Attributes:
-        topk_idx: `[T, K]` int32 or int64 global expert ids, -1 = no expert.
-        layout, expert_alignment: of the rows received.
-        routes: `[T, K]` int64, or None before the counts are known.
-        counts: `[R, E + R]` int32, or None before they are known.
-        stamp: `[2]` int64 (number of the dispatch, fingerprint of `topk_idx`), or None before.
-    """
-
-    topk_idx: torch.Tensor
-    layout: Layout
-    expert_alignment: int
-    routes: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
-    stamp: torch.Tensor | None = None
+__all__ = ["Algorithm", "Arrival", "Returned"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from moecomm.algorithms.base import Algorithm
+from moecomm.algorithms.collective import Collective
 from moecomm.algorithms.receive_memory import default_memory_limit
 from moecomm.algorithms.rendezvous import Rendezvous
 from moecomm.errors import TransportUnavailable
@@ -20,7 +21,7 @@ _log = logging.getLogger("moecomm.algorithms")
 
 def exchange_names() -> list[str]:
     """What `Communicator(transport=...)` accepts."""
-    return ["auto", *transport_names()]
+    return ["auto", *transport_names(), Collective.name]
 
 
 def make_algorithm(
@@ -56,7 +57,15 @@ def make_algorithm(
     peers = gather_peers(group)
     limit = default_memory_limit() if memory_limit is None else memory_limit
     options = {"max_in_flight": max_in_flight, "memory_limit": limit, "timeout": timeout}
-    choice = choose(transport, peers[group.rank], peers)
+    if transport == Collective.name:
+        return Collective(group, placement, **options), Collective.name
+    try:
+        choice = choose(transport, peers[group.rank], peers)
+    except TransportUnavailable as error:
+        if transport != "auto" or Collective.refusal(group) is not None:
+            raise
+        _log.warning("falling back to the slow `collective` exchange: %s", error)
+        return Collective(group, placement, **options), Collective.name
     carrier = choice.transport(group, peers, Rendezvous.num_slots)
     return Rendezvous(carrier, placement, **options), carrier.name
 

@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 
-from moecomm.algorithms.base import Algorithm, Routing
-from moecomm.algorithms.calls import NUM_LANES, Call, Operation
+from moecomm.algorithms.base import Algorithm
+from moecomm.algorithms.calls import NUM_LANES, Call
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.mailbox import Mailbox
 from moecomm.algorithms.receive_memory import ReceiveMemory
 from moecomm.algorithms.rendezvous_combine import Combine
 from moecomm.algorithms.rendezvous_dispatch import Dispatch
+from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.sequencer import Sequencer
+from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 from moecomm.kernels.registry import kernels_for
 from moecomm.placement import Placement

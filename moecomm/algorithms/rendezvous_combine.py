@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.algorithms.base import Returned, Routing
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, Call, Operation, Phase
-from moecomm.algorithms.exchange import Exchange, signature_of
+from moecomm.algorithms.base import Returned
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, Call, Phase
+from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.mailbox import Card
+from moecomm.algorithms.routing import Routing
+from moecomm.algorithms.signature import Operation, signature_of
 from moecomm.codecs.base import RowFormat
 
 __all__ = ["Combine"]
@@ -89,10 +91,11 @@ class Combine:
     def _pull_values(self, dtype: torch.dtype, addresses: list[int]) -> torch.Tensor:
         kernels, routing = self.exchange.kernels, self.routing
         assert routing.routes is not None
+        wide = {"dtype": dtype} if dtype is torch.float64 else {}
         if routing.layout == "flat":
             expert_rank = self.exchange.placement.expert_rank
-            return kernels.pull_flat_values(routing.topk_idx, routing.routes, expert_rank, addresses, dtype=dtype)
-        return kernels.pull_values(routing.routes, addresses, dtype=dtype)
+            return kernels.pull_flat_values(routing.topk_idx, routing.routes, expert_rank, addresses, **wide)
+        return kernels.pull_values(routing.routes, addresses, **wide)
 
     def _release(self) -> None:
         self.call.blocks.clear()

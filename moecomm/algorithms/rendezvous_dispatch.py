@@ -10,11 +10,13 @@ import numpy.typing as npt
 import torch
 
 from moecomm import _C
-from moecomm.algorithms.base import Arrival, Routing
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call, Operation, Phase
-from moecomm.algorithms.exchange import Exchange, signature_of
+from moecomm.algorithms.base import Arrival
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call, Phase
+from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.mailbox import Card, Grant
 from moecomm.algorithms.plan import Plan, block_layout, plan_exchange
+from moecomm.algorithms.routing import Routing
+from moecomm.algorithms.signature import Operation, signature_of
 from moecomm.codecs.base import RowFormat
 
 __all__ = ["Dispatch"]

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, NUM_LANES, Call, Operation, Signature
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, NUM_LANES, Call
 from moecomm.algorithms.mailbox import Card, Mailbox
+from moecomm.algorithms.signature import Operation, Signature
 from moecomm.errors import CallMismatch, PeerFailed, PeerLost, PeerTimeout, TooManyInFlight, TransportError
 from moecomm.transports.base import Transport, WaitOutcome
 
