@@ -305,7 +305,8 @@ class Communicator:
             flat = layout == "flat"
             outputs = ops.dispatch(x, topk_idx, topk_weights, self.id, mode, layout, expert_alignment, call)
             received, weights, local_idx, num_tokens_per_expert, offsets, *routing = outputs
-            handle = Handle(*routing, layout, expert_alignment, received.shape[0], self.id)
+            routes, idx, counts, stamp = routing
+            handle = Handle(routes, idx, counts, stamp, layout, expert_alignment, received.shape[0], self.id)
         else:
             flat = handle.layout == "flat"
             outputs = ops.dispatch_cached(x, topk_weights, *_spread(handle), self.id, handle.num_rows, call)

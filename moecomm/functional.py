@@ -29,7 +29,7 @@ __all__: list[str] = []
 
 _HANDLE = "Tensor routes, Tensor topk_idx, Tensor counts, Tensor stamp, str layout, int expert_alignment, int comm"
 
-_library = torch.library.Library("moecomm", "DEF")
+_library: Any = torch.library.Library("moecomm", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, int comm, str mode, str layout, int expert_alignment, "
     "int call) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"

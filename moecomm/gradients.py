@@ -29,8 +29,7 @@ def _home(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tenso
 
     Every rank takes part whatever it needs itself: a rank that stayed away would leave the others waiting.
     """
-    *tensors, layout, expert_alignment, comm = (*ctx.saved_tensors, *ctx.options)
-    handle = (*tensors, layout, expert_alignment, comm)
+    handle = (*ctx.saved_tensors, *ctx.options)
     values = grad_weights if ctx.weighted else None
     grad_x, grad_values = _ops.combine(grad_x, None, values, *handle, -1, ctx.stamp)
     return grad_x, grad_values if ctx.weighted else None
@@ -113,15 +112,23 @@ class _CombineAdjoint(torch.autograd.Function):
         raise RuntimeError("the gradient of a weighted combine cannot be differentiated again")
 
 
+def _applied(function: Any) -> Callable[..., Any]:
+    """The operator's autograd implementation; torch's `apply` has no annotations."""
+
+    def apply(*arguments: Any) -> Any:
+        return function.apply(*arguments)
+
+    return apply
+
+
 def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, *options: Any) -> Any:
-    return _Dispatch.apply(x, topk_weights, topk_idx, *options)
+    return _applied(_Dispatch)(x, topk_weights, topk_idx, *options)
 
 
-def _register(name: str, function: Callable[..., Any]) -> None:
-    functional._library.impl(name, function, "Autograd")
-
-
-_register("dispatch", _dispatch)
-_register("dispatch_cached", lambda *arguments: _DispatchCached.apply(*arguments))
-_register("combine", lambda *arguments: _Combine.apply(*arguments))
-_register("combine_adjoint", lambda *arguments: _CombineAdjoint.apply(*arguments))
+for _name, _implementation in (
+    ("dispatch", _dispatch),
+    ("dispatch_cached", _applied(_DispatchCached)),
+    ("combine", _applied(_Combine)),
+    ("combine_adjoint", _applied(_CombineAdjoint)),
+):
+    functional._library.impl(_name, _implementation, "Autograd")

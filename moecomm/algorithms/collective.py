@@ -43,21 +43,18 @@ _REMEDY = "Construct the Communicator with a torch.distributed group of backend 
 
 
 class Collective(Algorithm):
-    """The exchange over a `torch.distributed` group. Construction and calls are collective.
+    """The exchange over a `torch.distributed` group, with that group's timeout. Construction and calls are collective.
 
     Arguments:
         group: a TorchGroup whose backend carries CPU tensors.
         placement: which rank hosts which expert.
         max_in_flight: calls that may be begun and not waited for.
         memory_limit: bytes that one dispatch may bring to this rank.
-        timeout: not used: the process group has its own, set when it is made.
     """
 
     name = "collective"
 
-    def __init__(
-        self, group: Group, placement: Placement, *, max_in_flight: int, memory_limit: int, timeout: float
-    ) -> None:
+    def __init__(self, group: Group, placement: Placement, *, max_in_flight: int, memory_limit: int) -> None:
         reason = self.refusal(group)
         if reason is not None:
             raise TransportUnavailable(self.name, reason, _REMEDY)

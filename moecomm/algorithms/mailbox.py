@@ -9,7 +9,6 @@ The control region of a rank, written by its peers (S slots, so that a message o
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 
 import numpy as np
@@ -78,8 +77,7 @@ class Mailbox:
         self._starts = np.cumsum([0] + [num_slots * ranks * words for words in sizes]).tolist()
         self._sizes = sizes
         self._region = transport.allocate(self._starts[-1] * 8)
-        memory = (ctypes.c_char * self._region.nbytes).from_address(self._region.address)
-        words = np.frombuffer(memory, dtype=np.int64)
+        words = np.frombuffer(transport.mapping(self._region).view(0, self._region.nbytes), dtype=np.int64)
         views = [
             words[start : start + num_slots * ranks * size].reshape(num_slots, ranks, size)
             for start, size in zip(self._starts[:-1], sizes, strict=True)
@@ -123,7 +121,8 @@ class Mailbox:
 
     def counts(self, sequence: int) -> npt.NDArray[np.int32]:
         """`[R, E + R]` int32: a copy of the counts on everybody's cards."""
-        return self._counts[sequence % self.num_slots].copy()
+        counts: npt.NDArray[np.int32] = self._counts[sequence % self.num_slots].copy()
+        return counts
 
     def send_grant(self, sequence: int, grant: Grant, lane: int, advance: int) -> None:
         """Sends a grant to every rank and adds `advance` to its counter `lane`."""

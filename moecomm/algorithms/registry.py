@@ -56,18 +56,23 @@ def make_algorithm(
     _check_agreement(group, {**agreed, "transport": transport, "max_in_flight": max_in_flight})
     peers = gather_peers(group)
     limit = default_memory_limit() if memory_limit is None else memory_limit
-    options = {"max_in_flight": max_in_flight, "memory_limit": limit, "timeout": timeout}
+
+    def collective() -> tuple[Algorithm, str]:
+        algorithm = Collective(group, placement, max_in_flight=max_in_flight, memory_limit=limit)
+        return algorithm, Collective.name
+
     if transport == Collective.name:
-        return Collective(group, placement, **options), Collective.name
+        return collective()
     try:
         choice = choose(transport, peers[group.rank], peers)
     except TransportUnavailable as error:
         if transport != "auto" or Collective.refusal(group) is not None:
             raise
         _log.warning("falling back to the slow `collective` exchange: %s", error)
-        return Collective(group, placement, **options), Collective.name
+        return collective()
     carrier = choice.transport(group, peers, Rendezvous.num_slots)
-    return Rendezvous(carrier, placement, **options), carrier.name
+    algorithm = Rendezvous(carrier, placement, max_in_flight=max_in_flight, memory_limit=limit, timeout=timeout)
+    return algorithm, carrier.name
 
 
 def _check_agreement(group: Group, mine: dict[str, int | str]) -> None:
