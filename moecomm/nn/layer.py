@@ -97,14 +97,7 @@ class MoELayer(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_autocast_enabled(x.device.type):
             rows = rows.to(torch.get_autocast_dtype(x.device.type))
-        received = self.communicator.dispatch(rows, routing.topk_idx)
-        handle = received.handle
-        buffer = self.communicator.combine_buffer(handle, received.x.dtype)
-        y = self.experts(received.x, received.offsets, out=buffer)
-        # The shared expert runs while slower ranks finish their experts.
-        work = self.communicator.combine_async(y, handle, topk_weights=routing.topk_weights)
-        shared = None if self.shared_expert is None else self.shared_expert(rows)
-        out: Tensor = work.wait()
+        out, shared = self._exchange(rows, routing)
         return (out if shared is None else out + shared).view(x.shape)
 
     def take_aux_loss(self) -> Tensor:
@@ -116,6 +109,24 @@ class MoELayer(nn.Module):
         """
         loss, self._aux_loss = self._aux_loss, None
         return torch.zeros((), device=self.router.weight.device) if loss is None else loss
+
+    def _exchange(self, rows: Tensor, routing: RouterOutput) -> tuple[Tensor, Tensor | None]:
+        """The routed experts' sum and the shared expert's output."""
+        communicator = self.communicator
+        received = communicator.dispatch(rows, routing.topk_idx)
+        assert received.offsets is not None
+        if torch.compiler.is_compiling():
+            y = self.experts(received.x, received.offsets)
+            out = communicator.combine(y, received.handle, routing.topk_weights)
+            return out, None if self.shared_expert is None else self.shared_expert(rows)
+        buffer = communicator.combine_buffer(received.handle, received.x.dtype)
+        y = self.experts(received.x, received.offsets, out=buffer)
+        if self.shared_expert is None:
+            return communicator.combine(y, received.handle, routing.topk_weights), None
+        # The shared expert runs while slower ranks finish their experts.
+        work = communicator.combine_async(y, received.handle, routing.topk_weights)
+        shared = self.shared_expert(rows)
+        return work.wait(), shared
 
     def _remember(self, routing: RouterOutput) -> None:
         self.last_router_output = routing.detach()
