@@ -6,6 +6,7 @@
 namespace moecomm {
 
 void stream_copy(char* out, const char* in, size_t num_bytes) {
+    if (num_bytes == 0) return;  // then the addresses may be null, which memcpy does not take
     row_loops().copy_streaming(out, in, num_bytes);
     fence_streaming();
 }
