@@ -32,16 +32,6 @@ def address_of(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def measure(step: Callable[[], Any], repeats: int, barrier: Barrier) -> list[float]:
-    times = []
-    for _ in range(repeats + 2):
-        barrier.wait()
-        begin = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - begin)
-    return times[2:]
-
-
 def run_rank(rank: int, args: argparse.Namespace, memories: list[mmap.mmap], barrier: Barrier, queue: Any) -> None:
     torch.set_num_threads(1)
     kernels = kernels_for("cpu")
@@ -88,18 +78,21 @@ def run_rank(rank: int, args: argparse.Namespace, memories: list[mmap.mmap], bar
     is_right = torch.equal(out, want.to(dtype))
     barrier.wait()
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(args.rounds):
+    # One step of each kind per round, so that a disturbance from outside meets all of them alike.
+    for _ in range(args.rounds + 2):
         for name, step in steps.items():
-            times[name] += measure(step, args.repeats, barrier)
-    queue.put((rank, is_right, num_bytes, {name: median(each) for name, each in times.items()}))
+            barrier.wait()
+            begin = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - begin)
+    queue.put((rank, is_right, num_bytes, {name: median(each[2:]) for name, each in times.items()}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {"processes": 2, "tokens": 2048, "hidden": 2048, "topk": 8, "experts": 32}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--instruction-set", default="auto")
     args = parser.parse_args()

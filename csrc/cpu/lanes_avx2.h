@@ -134,10 +134,12 @@ struct StripeFp16 {
             r.v[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 16 * i)));
         return r;
     }
+    MOECOMM_INLINE static __m128i round(__m256 value) {
+        return _mm256_cvtps_ph(quiet(value), _MM_FROUND_TO_NEAREST_INT);
+    }
     MOECOMM_INLINE static void store(char* out, Wide value) {
-        for (int i = 0; i < 4; ++i)
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * i),
-                             _mm256_cvtps_ph(quiet(value.v[i]), _MM_FROUND_TO_NEAREST_INT));
+        store_bits(out, _mm256_set_m128i(round(value.v[1]), round(value.v[0])));
+        store_bits(out + 32, _mm256_set_m128i(round(value.v[3]), round(value.v[2])));
     }
     MOECOMM_INLINE static void spread(float* out, Wide value) { StripeFp32::spread(out, value); }
 };

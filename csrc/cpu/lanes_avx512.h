@@ -116,10 +116,12 @@ struct StripeFp16 {
     MOECOMM_INLINE static Wide load(const char* in) {
         return {{_mm512_cvtph_ps(load_half(in)), _mm512_cvtph_ps(load_half(in + 32))}};
     }
+    MOECOMM_INLINE static __m256i round(__m512 value) {
+        return _mm512_cvtps_ph(quiet(value), _MM_FROUND_TO_NEAREST_INT);
+    }
     MOECOMM_INLINE static void store(char* out, Wide value) {
-        for (int i = 0; i < 2; ++i)
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32 * i),
-                                _mm512_cvtps_ph(quiet(value.v[i]), _MM_FROUND_TO_NEAREST_INT));
+        const __m512i low = _mm512_castsi256_si512(round(value.v[0]));
+        _mm512_storeu_si512(out, _mm512_inserti64x4(low, round(value.v[1]), 1));
     }
     MOECOMM_INLINE static void spread(float* out, Wide value) { StripeFp32::spread(out, value); }
 };

@@ -7,10 +7,12 @@
 #include <immintrin.h>
 #endif
 
-// Asks for the cache line at an address, to be read soon; any address is allowed.
+// Asks for the cache line at an address, to be read (or written) soon; any address is allowed.
 #if defined(__GNUC__)
 #define MOECOMM_PREFETCH(address) __builtin_prefetch((address), 0, 3)
+#define MOECOMM_PREFETCH_WRITE(address) __builtin_prefetch((address), 1, 3)
 #else
+#define MOECOMM_PREFETCH_WRITE(address) static_cast<void>(address)
 #define MOECOMM_PREFETCH(address) static_cast<void>(address)
 #endif
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "cpu/prefetch.h"
@@ -19,28 +20,59 @@ bool is_streaming(const Rows& rows, const int64_t* routes, int64_t num_slots) {
     return (num_routes - num_absent) * rows.row_bytes >= kStreamingBytes;
 }
 
+void copy_plainly(char* out, const char* in, size_t num_bytes) { std::memcpy(out, in, num_bytes); }
+
+struct Target {
+    char* address;
+    int64_t slot;  // which of the token's routes it is
+};
+
+// Where one token's row goes.
+using Targets = std::vector<Target>;
+
+void collect(Targets& targets, const int64_t* routes, int64_t num_slots, const Addresses& addresses,
+             int64_t row_bytes) {
+    targets.clear();
+    for (int64_t p = 0; p < num_slots; ++p)
+        if (routes[p] >= 0) targets.push_back({locate(routes[p], addresses, row_bytes), p});
+}
+
+// Lines that a row shares with its neighbours are written by ordinary stores; asks for them in time.
+void fetch_partial_lines(const Targets& targets, int64_t row_bytes) {
+    for (const Target& target : targets) {
+        if (reinterpret_cast<uintptr_t>(target.address) % 64 != 0) MOECOMM_PREFETCH_WRITE(target.address);
+        char* const end = target.address + row_bytes;
+        if (reinterpret_cast<uintptr_t>(end) % 64 != 0) MOECOMM_PREFETCH_WRITE(end);
+    }
+}
+
+// Calls send(token, row, targets) for every row in order, with the lines of the next row on their way.
+template <class Send>
+void for_each_row(const Rows& rows, const int64_t* routes, int64_t num_slots, const Addresses& addresses,
+                  bool streaming, const Send& send) {
+    Targets current, next;
+    for (int64_t t = -1; t < rows.num_rows; ++t) {
+        std::swap(current, next);
+        if (t + 1 < rows.num_rows) {
+            collect(next, routes + (t + 1) * num_slots, num_slots, addresses, rows.row_bytes);
+            if (streaming) fetch_partial_lines(next, rows.row_bytes);
+        }
+        if (t >= 0) send(t, rows.data + t * rows.stride_bytes, current);
+    }
+    fence_streaming();
+}
+
 }  // namespace
 
 void push_rows(const Rows& rows, const int64_t* routes, int64_t num_slots, const Addresses& addresses) {
     const bool streaming = is_streaming(rows, routes, num_slots);
-    const RowLoops& loops = row_loops();
-    std::vector<char*> targets(static_cast<size_t>(num_slots));
-    for (int64_t t = 0; t < rows.num_rows; ++t, routes += num_slots) {
-        size_t num = 0;
-        for (int64_t p = 0; p < num_slots; ++p)
-            if (routes[p] >= 0) targets[num++] = locate(routes[p], addresses, rows.row_bytes);
-        const char* const row = rows.data + t * rows.stride_bytes;
+    const auto copy = streaming ? row_loops().copy_streaming : copy_plainly;
+    for_each_row(rows, routes, num_slots, addresses, streaming, [&](int64_t, const char* row, const Targets& targets) {
         for (int64_t begin = 0; begin < rows.row_bytes; begin += kPieceBytes) {
             const size_t piece = static_cast<size_t>(std::min(kPieceBytes, rows.row_bytes - begin));
-            for (size_t i = 0; i < num; ++i) {
-                if (streaming)
-                    loops.copy_streaming(targets[i] + begin, row + begin, piece);
-                else
-                    std::memcpy(targets[i] + begin, row + begin, piece);
-            }
+            for (const Target& target : targets) copy(target.address + begin, row + begin, piece);
         }
-    }
-    fence_streaming();
+    });
 }
 
 void push_weighted_rows(const Rows& rows, Format format, const int64_t* routes, int64_t num_slots,
@@ -50,21 +82,19 @@ void push_weighted_rows(const Rows& rows, Format format, const int64_t* routes, 
     const auto scale = loops.scale[static_cast<int>(format)];
     const int64_t num_columns = rows.row_bytes / static_cast<int64_t>(bytes_of(format));
     std::vector<char> scaled(streaming ? static_cast<size_t>(rows.row_bytes) : 0);
-    for (int64_t t = 0; t < rows.num_rows; ++t, routes += num_slots, weights += num_slots) {
-        const char* const row = rows.data + t * rows.stride_bytes;
-        for (int64_t p = 0; p < num_slots; ++p) {
-            if (routes[p] < 0) continue;
-            char* const target = locate(routes[p], addresses, rows.row_bytes);
-            const bool is_aligned = reinterpret_cast<uintptr_t>(target) % 64 == 0;
-            if (!streaming || is_aligned) {
-                scale(target, row, weights[p], num_columns, streaming);
-            } else {
-                scale(scaled.data(), row, weights[p], num_columns, false);
-                loops.copy_streaming(target, scaled.data(), scaled.size());
-            }
-        }
-    }
-    fence_streaming();
+    for_each_row(rows, routes, num_slots, addresses, streaming,
+                 [&](int64_t t, const char* row, const Targets& targets) {
+                     for (const Target& target : targets) {
+                         const float weight = weights[t * num_slots + target.slot];
+                         const bool is_aligned = reinterpret_cast<uintptr_t>(target.address) % 64 == 0;
+                         if (!streaming || is_aligned) {
+                             scale(target.address, row, weight, num_columns, streaming);
+                         } else {
+                             scale(scaled.data(), row, weight, num_columns, false);
+                             loops.copy_streaming(target.address, scaled.data(), scaled.size());
+                         }
+                     }
+                 });
 }
 
 }  // namespace moecomm
