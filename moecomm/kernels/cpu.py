@@ -93,7 +93,7 @@ class CpuRowKernels:
             )
         hidden = rows.shape[1]
         row_stride, column_stride = rows.stride()
-        if column_stride != 1 and hidden > 1:
+        if column_stride != 1 and hidden > 1 and num_tokens > 0:
             raise ValueError(f"rows has strides {rows.stride()}; the last one must be 1")
         itemsize = rows.element_size()
         if weights is None:
