@@ -130,6 +130,7 @@ def example(**changes):
             "tokens": tokens,
             "payload": {"received": 3 - 2 * rank, "received_local": 1, "routed": 2, "routed_local": 1 - rank},
             "nanoseconds": nanoseconds,
+            "memory": {"moecomm": 100 + rank},
             "wrong": {"moecomm": zero, "gloo": {**zero, "combine": rank}},
         }
 
@@ -149,7 +150,9 @@ def test_records_by_hand():
     assert ours.bound_gbps == 24 / 1500
     assert ours.bound_fraction == 0.5
     assert (ours.ratio, ours.wrong) == (1.0, 0)
+    assert ours.memory == 101
     theirs = records["dispatch", "gloo"]
+    assert theirs.memory is None
     assert theirs.ratio == pytest.approx(20 / 3)
     assert records["combine", "gloo"].wrong == 1
     pair = records["pair", "moecomm"]

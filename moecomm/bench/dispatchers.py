@@ -108,6 +108,10 @@ class Dispatcher(abc.ABC):
             `[T, H]`; a token without routes is zero.
         """
 
+    def memory(self) -> int | None:
+        """Most bytes of receive memory that this rank has touched so far, or `None` where that is not known."""
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give back what the dispatcher holds."""

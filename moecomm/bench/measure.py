@@ -47,10 +47,12 @@ class CaseTimes:
     Arguments:
         nanoseconds: backend -> op -> one time per iteration; the bound under the name `bound`.
         wrong: backend -> op -> wrong elements in the checked iterations; empty without check.
+        memory: backend -> most bytes of receive memory touched, where known.
     """
 
     nanoseconds: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     wrong: dict[str, dict[str, int]] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 @final
@@ -63,7 +65,8 @@ class Measurement:
         dispatchers: who takes part, in the order of the turns, the same on every rank.
         barrier: over all ranks.
         agree: gives rank 0's value to all ranks.
-        progress: called on every rank with the share of this case that is done, from 0 to 1.
+        progress: called on every rank with the share of this case's timed part that is done, from 0 to 1, and what is
+            being done.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Measurement:
         dispatchers: Sequence[Dispatcher],
         barrier: SpinBarrier,
         agree: Callable[[float], float],
-        progress: Callable[[float], None],
+        progress: Callable[[float, str], None],
     ) -> None:
         self._config = config
         self._workload = workload
@@ -88,6 +91,7 @@ class Measurement:
 
     def run(self) -> CaseTimes:
         """Check, warm up, measure, check again."""
+        self._progress(0.0, "checking answers")
         for dispatcher in self._dispatchers:
             self.times.nanoseconds[dispatcher.name] = {op: [] for op in OPS}
             if self._config.check:
@@ -95,9 +99,15 @@ class Measurement:
                 self._check(dispatcher)
         if self._bound is not None:
             self.times.nanoseconds[BOUND] = {"dispatch": [], "combine": []}
+        self._progress(0.0, "warming up")
         burst = self._warm_up()
         self._measure(burst)
+        for dispatcher in self._dispatchers:
+            memory = dispatcher.memory()
+            if memory is not None:
+                self.times.memory[dispatcher.name] = memory
         if self._config.check:
+            self._progress(1.0, "checking answers again")
             for dispatcher in self._dispatchers:
                 self._check(dispatcher)
         return self.times
@@ -137,7 +147,8 @@ class Measurement:
                 # One more turn like those so far would pass the budget.
                 over = spent * (iterations + repetitions) / iterations > budget and iterations >= MIN_ITERATIONS
                 done = over or (limit is not None and enough)
-                self._progress(min(1.0, max(spent / budget, iterations / limit if limit else 0.0)))
+                expected = max(budget, spent / iterations * MIN_ITERATIONS)
+                self._progress(max(spent / expected, iterations / limit if limit else 0.0), "measuring")
                 if self._agree(float(done)):
                     return
         finally:

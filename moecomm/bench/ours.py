@@ -56,5 +56,8 @@ class MoecommDispatcher(Dispatcher):
         assert isinstance(arrived, moecomm.Received)
         return self._communicator.combine(y, arrived.handle, topk_weights=topk_weights)
 
+    def memory(self) -> int | None:
+        return self._communicator.stats.get("receive_bytes_touched")
+
     def close(self) -> None:
         self._communicator.close()

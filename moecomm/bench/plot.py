@@ -36,7 +36,8 @@ def plot(config: BenchConfig, records: Sequence[Record], path: Path) -> None:
     colours = COLOURS | {name: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, name in enumerate(others)}
     many = len(config.tokens) > 1
     figure = Figure(figsize=(12, 4.2 if many else 1.9 + 0.55 * (len(backends) + 1)), layout="constrained")
-    axes = figure.subplots(1, len(OPS))
+    # One scale for all panels, so that they can be compared.
+    axes = figure.subplots(1, len(OPS), sharex=True, sharey=many)
     for axis, op in zip(axes, OPS, strict=True):
         chosen = [record for record in records if record.op == op]
         axis.set_title(TITLES[op], loc="left", fontweight="bold")
@@ -45,15 +46,22 @@ def plot(config: BenchConfig, records: Sequence[Record], path: Path) -> None:
         else:
             _bars(axis, chosen, colours)
         axis.spines[["top", "right"]].set_visible(False)
-    if many:
+    if not many:
+        times = [r.summary.median_us for r in records] + [r.bound_us for r in records if r.bound_us is not None]
+        low, high = min(times) / 2, max(times)
+        # Room for the figures behind the bars.
+        axes[0].set_xlim(low, high * (high / low) ** 0.5)
+    else:
         axes[0].set_ylabel("time of the slowest rank, median")
         axes[0].legend(frameon=False, fontsize=9)
     tokens = "" if many else f" x {config.tokens[0]} tokens"
     figure.suptitle(
-        f"{config.ranks} ranks{tokens} x {config.hidden} {config.dtype}, "
+        f"moecomm bench: {config.ranks} ranks{tokens} x {config.hidden} {config.dtype}, "
         f"top-{config.topk} of {config.experts} experts, {config.routing} routing",
         fontsize=10,
         color="#333333",
+        x=0.01,
+        horizontalalignment="left",
     )
     figure.savefig(path, dpi=150)
 
@@ -79,8 +87,6 @@ def _bars(axis: Any, records: Sequence[Record], colours: dict[str, str]) -> None
     axis.set_yticks(places, labels)
     axis.invert_yaxis()
     axis.set_xscale("log")
-    low, high = min(times), max(times)
-    axis.set_xlim(low / 3, high * (high / low) ** 0.55 * 4)
     for place, time, text in zip(places, times, texts, strict=True):
         axis.annotate(text, (time, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     axis.tick_params(axis="y", length=0)

@@ -35,6 +35,7 @@ class Record:
         bound_us: median time of the memory bound, `None` if it was not measured.
         ratio: this backend's median over moecomm's, `None` if moecomm took no part.
         wrong: wrong elements over all ranks and checks, `None` if nothing was checked.
+        memory: most bytes of receive memory that a rank has touched, in this case or before, where the backend knows.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Record:
     bound_us: float | None
     ratio: float | None
     wrong: int | None
+    memory: int | None
 
     @property
     def gbps(self) -> float:
@@ -105,6 +107,7 @@ def make_records(config: BenchConfig, results: Sequence[Mapping[str, Any]]) -> l
                         bound_us=bounds.get(op),
                         ratio=None if ours is None else summaries[name].median_us / ours,
                         wrong=sum(case["wrong"][name][op] for case in cases) if config.check else None,
+                        memory=max((case["memory"][name] for case in cases if name in case["memory"]), default=None),
                     )
                 )
     return records
@@ -142,6 +145,7 @@ def as_json(config: BenchConfig, record: Record) -> dict[str, Any]:
         "bound_fraction": record.bound_fraction,
         "ratio": record.ratio,
         "wrong": record.wrong,
+        "receive_memory_bytes": record.memory,
     }
 
 

@@ -89,6 +89,10 @@ def print_header(console: Console, config: BenchConfig) -> None:
         )
 
 
+def _tokens(record: Record) -> int:
+    return record.tokens
+
+
 def table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
     """The table of `records`: columns, and one line of texts per record."""
     left = {"op", "backend", "via"}
@@ -122,9 +126,15 @@ def table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
 
 
 def print_table(console: Console, records: Sequence[Record]) -> None:
-    """Print the table and, if anything is wrong, which lines are."""
+    """Print the table, the receive memory, and, if anything is wrong, which lines are."""
     console.line()
     console.table(*table(records))
+    largest = max((r for r in records if r.op == "dispatch" and r.memory is not None), key=_tokens, default=None)
+    if largest is not None and largest.memory is not None:
+        console.line(
+            f"receive memory of {largest.backend}: {format_bytes(largest.memory)} touched per rank at most, for rows "
+            f"received and rows to combine, alive at once: 2 x {format_bytes(largest.bytes)}"
+        )
     for record in records:
         if record.wrong:
             console.error(f"{record.op} of {record.backend} at {record.tokens} tokens: {record.wrong} wrong element(s)")

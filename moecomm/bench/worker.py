@@ -72,10 +72,10 @@ def _run(config: BenchConfig, directory: Path, rank: int) -> dict[str, Any]:
             dispatchers.append(dispatcher_class(name)(Setup(config, group, rank)))
         for index, num_tokens in enumerate(config.tokens):
 
-            def progress(done: float, *, index: int = index, num_tokens: int = num_tokens) -> None:
+            def progress(done: float, what: str, *, index: int = index, num_tokens: int = num_tokens) -> None:
                 if rank == 0:
-                    share = (index + done) / len(config.tokens)
-                    _write(directory / "progress.txt", f"{share:.4f} {num_tokens} tokens per rank")
+                    share = (index + min(done, 1.0)) / len(config.tokens)
+                    _write(directory / "progress.txt", f"{share:.4f} bench, {num_tokens} tokens per rank, {what}")
 
             workload = Workload(config, num_tokens, rank, check=config.check)
             measurement = Measurement(

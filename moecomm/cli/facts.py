@@ -178,7 +178,28 @@ def _transports() -> list[dict[str, Any]]:
                 "crosses_hosts": transport.capabilities.crosses_hosts,
             }
         )
-    return found
+    return [*found, _collective()]
+
+
+def _collective() -> dict[str, Any]:
+    """The exchange through torch.distributed, which stands beside the transports."""
+    import torch.distributed as dist
+
+    who = "processes of a torch.distributed group"
+    reason = None
+    if not dist.is_available():
+        reason = "this torch is built without torch.distributed."
+    elif not dist.is_gloo_available():
+        reason = "this torch is built without gloo."
+    return {
+        "name": "collective",
+        "answers": reason is None,
+        "reaches": [] if reason else [f"{who}, slowly: a baseline, and the last resort"],
+        "refuses": {who: reason} if reason else {},
+        "remedy": "Install a torch that has gloo, such as the wheels of PyPI for Linux.",
+        "device_types": ["cpu"],
+        "crosses_hosts": True,
+    }
 
 
 def _environment() -> dict[str, str]:

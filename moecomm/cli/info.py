@@ -56,7 +56,7 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     columns = [Column("transport", style="bold"), Column("answers"), Column("whom it reaches, or why not")]
     rows = []
     for transport in facts["transports"]:
-        others = ", hosts too" if transport["crosses_hosts"] else ""
+        others = ", between hosts too" if transport["crosses_hosts"] else ""
         devices = ", ".join(transport["device_types"])
         if transport["answers"]:
             text = f"{' and '.join(transport['reaches'])} ({devices} tensors{others})"

@@ -1,7 +1,7 @@
 """The entry point of the command `moecomm`: finds the subcommand, parses its arguments, runs it.
 
-A subcommand is a module with `HELP: str`, `add_arguments(parser)` and `run(args) -> int` (the exit status). Modules are
-imported when the command line is read, and each imports torch only when it runs, so `moecomm --version` is quick.
+A subcommand is a module with `HELP: str`, `add_arguments(parser)` and `run(args) -> int` (the exit status). What it
+needs for its work it imports when it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moecomm.version import __version__
 
 __all__ = ["COMMANDS", "Command", "main"]
 
-COMMANDS = {"info": "moecomm.cli.info", "bench": "moecomm.cli.bench"}
+COMMANDS = {"info": "moecomm.cli.info", "bench": "moecomm.cli.bench", "demo": "moecomm.demo"}
 
 
 class Command(Protocol):
