@@ -3,6 +3,7 @@
 import pytest
 
 from moecomm import _C
+from moecomm.algorithms.registry import exchange_names
 from moecomm.codecs.registry import codec_names, make_codec
 from moecomm.kernels.registry import available_kernels, kernels_for
 from moecomm.testing.contracts import World, algorithm, codec, kernels, transport
@@ -12,9 +13,8 @@ WORLDS_OF = {
     "local": [World("threads", "local"), World("stepped", "local")],
     "shm": [World("processes", "shm")],
 }
-COLLECTIVE = World("processes", "collective")
 TRANSPORT_WORLDS = [world for name in transport_names() for world in WORLDS_OF[name]]
-EXCHANGE_WORLDS = [*TRANSPORT_WORLDS, COLLECTIVE]
+EXCHANGE_WORLDS = [*TRANSPORT_WORLDS, World("processes", "collective")]
 
 
 def name_of(check):
@@ -23,6 +23,7 @@ def name_of(check):
 
 def test_every_transport_is_held_to_the_contract():
     assert set(transport_names()) <= set(WORLDS_OF)
+    assert set(exchange_names()) == {"auto", *(world.transport for world in EXCHANGE_WORLDS)}
 
 
 @pytest.mark.parametrize("check", transport.CHECKS, ids=name_of)

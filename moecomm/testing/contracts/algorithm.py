@@ -33,14 +33,15 @@ def check_against_the_oracle(world: World) -> None:
 
 def check_rows_of_many_pages(world: World) -> None:
     """Messages of several megabytes, where kernels take other paths."""
-    world.run(_each_case, 2, [Case("large", (700, 601), hidden=1537, num_experts=6, num_topk=4, expert_alignment=64)])
+    case = Case("large", (350, 201), hidden=1537, num_experts=6, num_topk=4, expert_alignment=64)
+    world.run(_each_case, 2, [case], (0,))
 
 
-def _each_case(group: Group, transport: str, cases: list[Case]) -> None:
+def _each_case(group: Group, transport: str, cases: list[Case], seeds: tuple[int, ...] = (0, 1, 0)) -> None:
     for case in cases:
         try:
             with _communicator(group, transport, case) as communicator:
-                for seed in (0, 1, 0):
+                for seed in seeds:
                     _exchange(communicator, case, seed)
         except AssertionError as error:
             raise AssertionError(f"case '{case.name}', rank {group.rank} of {group.size}: {error}") from error
