@@ -12,6 +12,7 @@ setup(
         Pybind11Extension(
             "moecomm._C",
             sources=sorted(str(path) for path in Path("csrc").rglob("*.cc")),
+            depends=sorted(str(path) for path in Path("csrc").rglob("*.h")),
             include_dirs=["csrc"],
             cxx_std=17,
             # No contraction of a*b+c into one rounding: every instruction set must give the same bits.

@@ -34,7 +34,16 @@ class Placement:
         """Global ids of the experts that `rank` hosts, in local order."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank must be in [0, {self.num_ranks}), got {rank}")
-        return range(int(self.first_expert[rank]), int(self.first_expert[rank + 1]))
+        return range(*self.expert_range(rank))
+
+    def expert_range(self, rank: int) -> tuple[int, int]:
+        """First expert of `rank`, and the first one behind its last."""
+        return self._ranges[rank]
+
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int]]:
+        first = self.first_expert.tolist()
+        return list(zip(first[:-1], first[1:], strict=True))
 
     @cached_property
     def first_expert(self) -> npt.NDArray[np.int64]:
@@ -46,10 +55,15 @@ class Placement:
     @cached_property
     def expert_rank(self) -> torch.Tensor:
         """`[E]` int32: the rank that hosts each expert."""
-        return torch.from_numpy(np.repeat(np.arange(self.num_ranks, dtype=np.int32), np.diff(self.first_expert)))
+        return torch.from_numpy(self.rank_of_expert)
+
+    @cached_property
+    def rank_of_expert(self) -> npt.NDArray[np.int32]:
+        """`expert_rank` as an array."""
+        return np.repeat(np.arange(self.num_ranks, dtype=np.int32), np.diff(self.first_expert))
 
     @cached_property
     def expert_local(self) -> torch.Tensor:
         """`[E]` int32: each expert's index on its rank."""
-        ranks = self.expert_rank.numpy()
-        return torch.from_numpy((np.arange(self.num_experts) - self.first_expert[ranks]).astype(np.int32))
+        first = self.first_expert[self.rank_of_expert]
+        return torch.from_numpy((np.arange(self.num_experts) - first).astype(np.int32))

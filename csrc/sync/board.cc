@@ -87,6 +87,10 @@ void SignalBoard::signal(int peer, int slot, std::uint64_t n) {
     ring(peer);
 }
 
+void SignalBoard::signal_all(int slot, std::uint64_t n) {
+    for (int i = 1; i <= num_ranks_; ++i) signal((rank_ + i) % num_ranks_, slot, n);
+}
+
 void SignalBoard::post(const void* source, std::size_t nbytes, const std::vector<std::uint64_t>& destinations, int slot,
                        std::uint64_t n) {
     MC_CHECK(static_cast<int>(destinations.size()) == num_ranks_, "post: one destination per rank");
@@ -107,6 +111,12 @@ bool SignalBoard::reached(int slot, std::uint64_t at_least) const {
 std::uint64_t SignalBoard::lane(int slot, int source) const {
     MC_CHECK(source >= 0 && source < num_ranks_ && slot >= 0 && slot < num_slots_, "lane: out of range");
     return counter(rank_, slot, source).load(std::memory_order_acquire);
+}
+
+std::uint64_t SignalBoard::total(int slot) const {
+    std::uint64_t sum = 0;
+    for (int source = 0; source < num_ranks_; ++source) sum += lane(slot, source);
+    return sum;
 }
 
 bool SignalBoard::lost(int slot, std::uint64_t at_least) const {

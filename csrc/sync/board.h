@@ -30,6 +30,8 @@ class SignalBoard {
 
     // Adds n to lane (slot, me) of the peer's board, after all my earlier stores, and wakes the peer if it sleeps.
     void signal(int peer, int slot, std::uint64_t n);
+    // Signals every rank, those behind me first.
+    void signal_all(int slot, std::uint64_t n);
     // Copies nbytes to every destination (0 = none), then signals every rank.
     void post(const void* source, std::size_t nbytes, const std::vector<std::uint64_t>& destinations, int slot,
               std::uint64_t n);
@@ -38,6 +40,8 @@ class SignalBoard {
     WaitStatus wait(int slot, std::uint64_t at_least, std::int64_t timeout_ns);
     bool reached(int slot, std::uint64_t at_least) const;
     std::uint64_t lane(int slot, int source) const;
+    // The sum of all lanes of my slot.
+    std::uint64_t total(int slot) const;
     // Ranks that have gone: their process has ended, or they said so.
     std::vector<int> gone() const;
     bool process_alive(int peer) const { return processes_[peer].alive(); }

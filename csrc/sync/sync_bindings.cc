@@ -39,6 +39,8 @@ void bind_sync(py::module_& m) {
              py::arg("rank"), py::arg("num_slots"), py::arg("boards"), py::arg("pids"), py::arg("spin_ns"),
              py::arg("mappings"))
         .def("signal", &SignalBoard::signal, py::arg("peer"), py::arg("slot"), py::arg("n"))
+        .def("signal_all", &SignalBoard::signal_all, py::arg("slot"), py::arg("n"))
+        .def("total", &SignalBoard::total, py::arg("slot"))
         .def(
             "post",
             [](SignalBoard& self, std::uint64_t source, std::size_t nbytes,

@@ -8,13 +8,15 @@ from typing import Any
 
 from moecomm.algorithms.signature import Operation, Signature
 
-__all__ = ["LANE_BEGUN", "LANE_DONE", "LANE_GRANTED", "NUM_LANES", "Call", "Phase"]
+__all__ = ["LANE_BEGUN", "LANE_DONE", "LANE_GRANTED", "LANE_NOTICED", "NUM_LANES", "Call", "Phase"]
 
 # Counter slots. A lane's value is the number of calls for which its source has got that far.
 LANE_BEGUN = 0
 LANE_GRANTED = 1
 LANE_DONE = 2
-NUM_LANES = 3
+# Counts the calls that its source gave up on.
+LANE_NOTICED = 3
+NUM_LANES = 4
 _LANE_NAMES = ("has not made the call", "has not granted receive memory", "has not finished its part")
 
 

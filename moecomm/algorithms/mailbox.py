@@ -3,40 +3,44 @@
 The control region of a rank, written by its peers (S slots, so that a message outlives the calls in flight):
 
     cards    [S][R]  call number, operation, signature, offsets, limits; then counts [E + R] int32
-    grants   [S][R]  call number, offset, bytes needed, bytes allowed
+    grants   [S][R]  call number, offset, bytes needed, bytes allowed, refused
     notices  [S][R]  call number, length, text: why the source gave up on the call
 """
 
 from __future__ import annotations
 
-import dataclasses
+import struct
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from moecomm.transports.base import Transport
 
 __all__ = ["MAX_PLANES", "Card", "Grant", "Mailbox"]
 
 MAX_PLANES = 4
-_SIGNATURE_WORDS = 8
-_CARD_WORDS = 24
-_GRANT_WORDS = 8
-_NOTICE_WORDS = 128
-_NOTICE_TEXT_BYTES = (_NOTICE_WORDS - 2) * 8
+_LINE = 64
+
+# Call number, operation, 8 words of signature; offsets of the planes, need, limit, refused.
+_AGREED = struct.Struct("10q")
+_CARD = struct.Struct("10q4q3q")
+_GRANT = struct.Struct("5q")
+_NOTICE = struct.Struct("2q1008s")
+_NOTICE_TEXT_BYTES = 1008
 
 
-@dataclasses.dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """What a rank says when it begins a call.
 
     Attributes:
         sequence: number of the call.
         operation: code of the operation.
         signature: 8 integers that must agree on all ranks.
-        offsets: where its planes lie in the arena; -1 = nowhere.
+        offsets: where its planes lie in the arena (up to 4).
         need: bytes of receive memory it needs; 0 = none.
-        limit: bytes it may have alive; `refused` says whether `need` fits.
+        limit: bytes it may have alive.
         refused: the memory was not there.
     """
 
@@ -49,8 +53,7 @@ class Card:
     refused: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Grant:
+class Grant(NamedTuple):
     """Receive memory that a rank has set aside: block at `offset` of its arena, or refused with the numbers."""
 
     offset: int
@@ -66,88 +69,91 @@ class Mailbox:
         transport: carries the messages.
         num_counts: E + R.
         num_slots: calls whose messages are kept; at least the number of calls in flight.
+
+    Attributes:
+        counts_out: `[E + R]` int32: the counts that the next `send_card(..., with_counts=True)` sends.
     """
 
     def __init__(self, transport: Transport, num_counts: int, num_slots: int) -> None:
         self._transport = transport
-        self.num_slots = num_slots
-        ranks = transport.num_ranks
-        count_words = -(-num_counts // 16) * 8  # int32 counts, in whole cache lines
-        sizes = (_CARD_WORDS + count_words, _GRANT_WORDS, _NOTICE_WORDS)
-        self._starts = np.cumsum([0] + [num_slots * ranks * words for words in sizes]).tolist()
-        self._sizes = sizes
-        self._region = transport.allocate(self._starts[-1] * 8)
-        words = np.frombuffer(transport.mapping(self._region).view(0, self._region.nbytes), dtype=np.int64)
-        views = [
-            words[start : start + num_slots * ranks * size].reshape(num_slots, ranks, size)
-            for start, size in zip(self._starts[:-1], sizes, strict=True)
-        ]
-        self._cards, self._grants, self._notices = views
-        self._counts = self._cards[:, :, _CARD_WORDS:].view(np.int32)[:, :, :num_counts]
-        self._outgoing = [np.zeros(size, dtype=np.int64) for size in sizes]
-        self._card_bytes = _CARD_WORDS * 8
-        self.counts_out: npt.NDArray[np.int32] = self._outgoing[0][_CARD_WORDS:].view(np.int32)[:num_counts]
-        """`[E + R]` int32: the counts that the next `send_card(..., with_counts=True)` sends."""
+        self._num_slots = num_slots
+        self._ranks = range(transport.num_ranks)
+        counts_start = _lines(_CARD.size)
+        self._sizes = (counts_start + _lines(4 * num_counts), _lines(_GRANT.size), _lines(_NOTICE.size))
+        sections = [num_slots * transport.num_ranks * size for size in self._sizes]
+        self._starts = (0, sections[0], sections[0] + sections[1])
+        self._region = transport.allocate(sum(sections))
+        self._view = transport.mapping(self._region).view(0, self._region.nbytes)
+        cards = np.frombuffer(self._view[: sections[0]], dtype=np.uint8)
+        cards = cards.reshape(num_slots, transport.num_ranks, self._sizes[0])
+        self._counts = cards[:, :, counts_start:].view(np.int32)[:, :, :num_counts]
+        self._outgoing = [bytearray(size) for size in self._sizes]
+        self._out_addresses = [np.frombuffer(out, dtype=np.uint8).ctypes.data for out in self._outgoing]
+        self.counts_out = torch.frombuffer(self._outgoing[0], dtype=torch.int32, count=num_counts, offset=counts_start)
 
-    def _offset(self, kind: int, sequence: int) -> int:
-        row = (sequence % self.num_slots) * self._transport.num_ranks + self._transport.rank
-        return int(self._starts[kind] + row * self._sizes[kind]) * 8
+    def _offset(self, kind: int, sequence: int, source: int) -> int:
+        slot = sequence % self._num_slots
+        return self._starts[kind] + (slot * len(self._ranks) + source) * self._sizes[kind]
 
     def _post(self, kind: int, sequence: int, nbytes: int, lane: int, advance: int) -> None:
-        address = self._outgoing[kind].ctypes.data
-        self._transport.post(self._region, self._offset(kind, sequence), address, nbytes, lane, advance)
+        offset = self._offset(kind, sequence, self._transport.rank)
+        self._transport.post(self._region, offset, self._out_addresses[kind], nbytes, lane, advance)
 
     def send_card(self, card: Card, lane: int, advance: int, *, with_counts: bool) -> None:
         """Sends a card to every rank and adds `advance` to its counter `lane`."""
         planes = card.offsets + (-1,) * (MAX_PLANES - len(card.offsets))
-        words = (card.sequence, card.operation, *card.signature, *planes, card.need, card.limit, int(card.refused))
-        self._outgoing[0][: len(words)] = words
-        nbytes = self._outgoing[0].nbytes if with_counts else self._card_bytes
-        self._post(0, card.sequence, nbytes, lane, advance)
+        _CARD.pack_into(self._outgoing[0], 0, *card[:2], *card.signature, *planes, card.need, card.limit, card.refused)
+        self._post(0, card.sequence, self._sizes[0] if with_counts else _CARD.size, lane, advance)
 
-    def card(self, sequence: int, source: int) -> Card:
-        """The card of `source` for this call, once its counter says that it is there."""
-        words = self._cards[sequence % self.num_slots, source, :_CARD_WORDS].tolist()
-        planes = 2 + _SIGNATURE_WORDS
-        return Card(
-            sequence=words[0],
-            operation=words[1],
-            signature=tuple(words[2:planes]),
-            offsets=tuple(words[planes : planes + MAX_PLANES]),
-            need=words[planes + MAX_PLANES],
-            limit=words[planes + MAX_PLANES + 1],
-            refused=bool(words[planes + MAX_PLANES + 2]),
-        )
+    def cards(self, sequence: int) -> list[Card]:
+        """Everybody's cards for this call, by rank, once the counters say that they are there."""
+        cards = []
+        for source in self._ranks:
+            words = _CARD.unpack_from(self._view, self._offset(0, sequence, source))
+            cards.append(Card(words[0], words[1], words[2:10], words[10:14], words[14], words[15], bool(words[16])))
+        return cards
+
+    def all_agree(self, sequence: int) -> bool:
+        """Whether all cards show the same call."""
+        starts = [self._offset(0, sequence, source) for source in self._ranks]
+        first = self._view[starts[0] : starts[0] + _AGREED.size]
+        return all(self._view[start : start + _AGREED.size] == first for start in starts[1:])
 
     def counts(self, sequence: int) -> npt.NDArray[np.int32]:
         """`[R, E + R]` int32: a copy of the counts on everybody's cards."""
-        counts: npt.NDArray[np.int32] = self._counts[sequence % self.num_slots].copy()
+        counts: npt.NDArray[np.int32] = self._counts[sequence % self._num_slots].copy()
         return counts
 
     def send_grant(self, sequence: int, grant: Grant, lane: int, advance: int) -> None:
         """Sends a grant to every rank and adds `advance` to its counter `lane`."""
-        self._outgoing[1][:5] = (sequence, grant.offset, grant.need, grant.limit, int(grant.refused))
-        self._post(1, sequence, self._outgoing[1].nbytes, lane, advance)
+        _GRANT.pack_into(self._outgoing[1], 0, sequence, *grant)
+        self._post(1, sequence, _GRANT.size, lane, advance)
 
     def grants(self, sequence: int) -> list[Grant]:
         """Everybody's grants for this call, by rank."""
-        rows = self._grants[sequence % self.num_slots].tolist()
-        return [Grant(offset=row[1], need=row[2], limit=row[3], refused=bool(row[4])) for row in rows]
+        grants = []
+        for source in self._ranks:
+            _, offset, need, limit, refused = _GRANT.unpack_from(self._view, self._offset(1, sequence, source))
+            grants.append(Grant(offset, need, limit, bool(refused)))
+        return grants
 
-    def send_notice(self, sequence: int, text: str, lane: int, advance: int) -> None:
-        """Tells every rank that this one gave up on the call, and adds `advance` to its counter `lane`."""
+    def send_notice(self, sequence: int, text: str, lane: int) -> None:
+        """Tells every rank that this one gave up on the call, and adds 1 to its counter `lane`."""
         data = text.encode()[:_NOTICE_TEXT_BYTES]
-        out = self._outgoing[2]
         # The call number is stored with + 1, so that untouched memory is no notice.
-        out[:2] = (sequence + 1, len(data))
-        out[2:].view(np.uint8)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-        self._post(2, sequence, out.nbytes, lane, advance)
+        _NOTICE.pack_into(self._outgoing[2], 0, sequence + 1, len(data), data)
+        self._post(2, sequence, _NOTICE.size, lane, 1)
 
     def notices(self, sequence: int) -> list[tuple[int, str]]:
-        """Ranks that gave up on this call (or already on one so much later that this call's notice is overwritten)."""
-        rows = self._notices[sequence % self.num_slots]
-        found = np.flatnonzero(rows[:, 0] > sequence).tolist()
-        texts = [
-            rows[rank, 2:].view(np.uint8)[: int(rows[rank, 1])].tobytes().decode(errors="replace") for rank in found
-        ]
-        return list(zip(found, texts, strict=True))
+        """Ranks that gave up on this call (or on one so much later that this call's notice is overwritten), and why."""
+        found = []
+        for source in self._ranks:
+            number, length, text = _NOTICE.unpack_from(self._view, self._offset(2, sequence, source))
+            if number > sequence:
+                found.append((source, text[:length].decode(errors="replace")))
+        return found
+
+
+def _lines(nbytes: int) -> int:
+    """Rounded up to whole cache lines, so that sources do not disturb each other."""
+    return -(-nbytes // _LINE) * _LINE

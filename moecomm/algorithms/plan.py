@@ -6,8 +6,7 @@ FLAT by source rank, source token.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,7 @@ _MAX_ROWS = 2**31 - 1
 _PLANE_ALIGNMENT = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One rank's view of an exchange.
 
     Attributes:
@@ -57,33 +55,35 @@ def plan_exchange(
     """
     num_experts = placement.num_experts
     first = placement.first_expert
-    totals = counts[:, :num_experts].sum(axis=0, dtype=np.int64)
+    totals = np.add.reduce(counts[:, :num_experts], axis=0, dtype=np.int64)
     padded = totals if expert_alignment == 1 else -(-totals // expert_alignment) * expert_alignment
     ends = np.zeros(num_experts + 1, dtype=np.int64)
     np.cumsum(padded, out=ends[1:])
     rank_starts = ends[first]
+    expert_rows = rank_starts[1:] - rank_starts[:-1]
     if layout == "expert_major":
-        rows = np.diff(rank_starts)
-        bases = ends[:-1] - np.repeat(rank_starts[:-1], np.diff(first))
-        bases += counts[:rank, :num_experts].sum(axis=0, dtype=np.int64)
+        rows = expert_rows
+        bases = ends[:-1] - rank_starts[placement.rank_of_expert]
+        bases += np.add.reduce(counts[:rank, :num_experts], axis=0, dtype=np.int64)
     else:
         per_rank = counts[:, num_experts:]
-        rows = per_rank.sum(axis=0, dtype=np.int64)
-        bases = per_rank[:rank].sum(axis=0, dtype=np.int64)
-    most = int(max(rows.max(), np.diff(rank_starts).max()))
+        rows = np.add.reduce(per_rank, axis=0, dtype=np.int64)
+        bases = np.add.reduce(per_rank[:rank], axis=0, dtype=np.int64)
+    rows_per_rank: list[int] = rows.tolist()
+    # Also with flat rows the experts' offsets must fit.
+    most = max(max(rows_per_rank), *expert_rows.tolist())
     if most > _MAX_ROWS:
-        raise ValueError(f"rank {int(rows.argmax())} would receive {most} rows, at most {_MAX_ROWS} are possible")
-    mine = slice(int(first[rank]), int(first[rank + 1]))
+        raise ValueError(f"a rank would receive {most} rows, at most {_MAX_ROWS} are possible: {rows_per_rank}")
+    begin, end = placement.expert_range(rank)
     return Plan(
         bases=bases,
-        rows_per_rank=rows.tolist(),
-        num_tokens_per_expert=totals[mine].astype(np.int32),
-        offsets=(ends[1:][mine] - rank_starts[rank]).astype(np.int32),
+        rows_per_rank=rows_per_rank,
+        num_tokens_per_expert=totals[begin:end].astype(np.int32),
+        offsets=(ends[begin + 1 : end + 1] - rank_starts[rank]).astype(np.int32),
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockLayout:
+class BlockLayout(NamedTuple):
     """Planes of rows in one block of receive memory.
 
     Attributes:

@@ -79,9 +79,8 @@ class Dispatch:
     def _announce(self) -> None:
         exchange, routing = self.exchange, self.routing
         placement = exchange.placement
-        counts = exchange.mailbox.counts_out
         fingerprint = exchange.kernels.count_routes(
-            routing.topk_idx, placement.expert_rank, placement.num_ranks, torch.from_numpy(counts)
+            routing.topk_idx, placement.expert_rank, placement.num_ranks, exchange.mailbox.counts_out
         )
         self.stamp = (self.call.sequence, fingerprint)
         card = Card(self.call.sequence, self.call.operation, self.call.words)
@@ -116,7 +115,7 @@ class Dispatch:
             expert_alignment=routing.expert_alignment,
             routes=plan_routes(routing.topk_idx, exchange.placement.expert_rank, torch.from_numpy(self.plan.bases)),
             counts=torch.from_numpy(counts),
-            stamp=torch.tensor(self.stamp, dtype=torch.int64),
+            stamp=torch.from_numpy(np.array(self.stamp)),
         )
 
     def _grant_cached(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +11,7 @@ from moecomm.algorithms.plan import Layout
 __all__ = ["Routing"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Routing:
+class Routing(NamedTuple):
     """Who goes where, as one rank knows it; T tokens, K top-k, E experts, R ranks.
 
     Attributes:

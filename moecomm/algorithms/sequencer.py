@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, NUM_LANES, Call
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, LANE_NOTICED, NUM_LANES, Call
 from moecomm.algorithms.mailbox import Card, Mailbox
 from moecomm.algorithms.signature import Operation, Signature
 from moecomm.errors import CallMismatch, PeerFailed, PeerLost, PeerTimeout, TooManyInFlight, TransportError
@@ -152,22 +152,26 @@ class Sequencer:
         Raises:
             CallMismatch: if they do not.
         """
-        cards = [self.mailbox.card(call.sequence, rank) for rank in range(self.transport.num_ranks)]
-        mine = cards[self.transport.rank]
-        for rank, card in enumerate(cards):
-            if card.operation != mine.operation or card.signature != mine.signature or card.sequence != mine.sequence:
-                theirs = Signature.describe(card.operation, card.signature)
-                raise CallMismatch(
-                    f"call #{call.sequence} differs between ranks: rank {self.transport.rank} calls "
-                    f"{Signature.describe(mine.operation, mine.signature)}, {self.transport.describe_peer(rank)} calls "
-                    f"{theirs}; every rank must make the same calls in the same order",
-                    operation=call.title,
-                    peers=(rank,),
-                )
-        return cards
+        cards = self.mailbox.cards(call.sequence)
+        if self.mailbox.all_agree(call.sequence):
+            return cards
+        me = self.transport.rank
+        mine = cards[me]
+        other = next(rank for rank, card in enumerate(cards) if card[:3] != mine[:3])
+        theirs = cards[other]
+        raise CallMismatch(
+            f"call #{call.sequence} differs between ranks: rank {me} calls "
+            f"{Signature.describe(mine.operation, mine.signature)}, {self.transport.describe_peer(other)} calls "
+            f"{Signature.describe(theirs.operation, theirs.signature)}; every rank must make the same calls in the "
+            "same order",
+            operation=call.title,
+            peers=(other,),
+        )
 
     def check_notices(self, call: Call) -> None:
         """Raises PeerFailed if a peer gave up on this call."""
+        if self.transport.total(LANE_NOTICED) == 0:
+            return
         notices = [(rank, text) for rank, text in self.mailbox.notices(call.sequence) if rank != self.transport.rank]
         if not notices:
             return
@@ -238,8 +242,8 @@ class Sequencer:
     def _give_up(self, call: Call, error: BaseException, *, reached_lane: int) -> None:
         """Tells the peers, counts this rank as done up to `reached_lane`, and keeps memory that peers may touch."""
         text = f"{type(error).__name__}: {error}"
-        self.mailbox.send_notice(call.sequence, text, LANE_BEGUN, self.advance(LANE_BEGUN, call))
-        for lane in range(LANE_BEGUN + 1, reached_lane + 1):
+        self.mailbox.send_notice(call.sequence, text, LANE_NOTICED)
+        for lane in range(LANE_BEGUN, reached_lane + 1):
             self.signal_all(lane, call)
         self._quarantine.extend((call.sequence, block) for block in call.blocks)
         call.blocks = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ class Operation(enum.IntEnum):
 _LAYOUTS = ("expert_major", "flat")
 
 
-@dataclasses.dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """What the ranks must agree on.
 
     Attributes:

@@ -83,6 +83,12 @@ class AddressableTransport(Transport):
     def lane(self, slot: int, source: int) -> int:
         return self.board.lane(slot, source)
 
+    def total(self, slot: int) -> int:
+        return self.board.total(slot)
+
+    def signal_all(self, slot: int, n: int) -> None:
+        self.board.signal_all(slot, n)
+
     def gone(self) -> list[int]:
         return self.board.gone()
 

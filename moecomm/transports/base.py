@@ -121,6 +121,10 @@ class Transport(abc.ABC):
     def lane(self, slot: int, source: int) -> int:
         """The value of my counter `slot`, lane `source`."""
 
+    def total(self, slot: int) -> int:
+        """The sum of all lanes of my counter `slot`."""
+        return sum(self.lane(slot, source) for source in range(self.num_ranks))
+
     @abc.abstractmethod
     def gone(self) -> list[int]:
         """Ranks that will not signal again: their process has ended or they have closed."""
