@@ -167,3 +167,31 @@ def test_no_tokens():
     scaled, dots = CPU.scale_dot(torch.empty(0, 8), torch.empty(0, 8), torch.empty(0))
     assert scaled.shape == (0, 8)
     assert dots.shape == (0,)
+
+
+def test_push_sends_one_row_many_times():
+    _, plan = random_plan(9, 4)
+    x = torch.randn(1, 100).expand(9, 100)
+    got, want = (fresh_memory(plan.num_rows, 100, x.dtype) for _ in range(2))
+    CPU.push_rows(x, plan.routes, got.addresses)
+    REFERENCE.push_rows(x, plan.routes, want.addresses)
+    assert_same_bits(got.bytes, want.bytes)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 1000, 4096, 100_001])
+@pytest.mark.parametrize("offset", [0, 1, 40])
+def test_plain_streams(num_bytes, offset):
+    memory = torch.randint(0, 256, (4 * num_bytes + 256,), dtype=torch.uint8)
+    want = memory.clone()
+    source, begin = memory[offset : offset + num_bytes], num_bytes + 64 + offset
+    _C.stream_copy(memory.data_ptr() + begin, source.data_ptr(), num_bytes)
+    want[begin : begin + num_bytes] = want[offset : offset + num_bytes]
+    assert_same_bits(memory, want)
+    _C.stream_scatter(memory.data_ptr() + begin, source.data_ptr(), 1, num_bytes, 3)
+    want[begin : begin + 3 * num_bytes] = want[offset : offset + num_bytes].repeat(3)
+    assert_same_bits(memory, want)
+    words = torch.nn.functional.pad(source, (0, -num_bytes % 8)).view(torch.int64).tolist()
+    expected = 0
+    for word in words:
+        expected ^= word
+    assert _C.stream_read(source.data_ptr(), num_bytes) == expected % 2**64
