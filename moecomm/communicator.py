@@ -15,7 +15,7 @@ import torch
 
 from moecomm.algorithms.base import Returned
 from moecomm.algorithms.plan import Layout
-from moecomm.algorithms.registry import make_algorithm
+from moecomm.algorithms.registry import make_session
 from moecomm.checks import check_sizes
 from moecomm.codecs.registry import make_codec
 from moecomm.exchanger import Exchanger
@@ -94,7 +94,7 @@ class Communicator:
         self.max_tokens_per_rank = max_tokens_per_rank
         self.max_in_flight = max_in_flight
         self.placement = Placement(num_experts, self.num_ranks)
-        algorithm, self.transport_name = make_algorithm(
+        session, self.transport_name = make_session(
             self.group,
             self.placement,
             transport=transport,
@@ -104,13 +104,20 @@ class Communicator:
             agreed={"num_experts": num_experts, "hidden": hidden, "num_topk": num_topk, "codec": codec},
         )
         self._exchanger = Exchanger(
-            algorithm, make_codec(codec), self.placement, rank=self.rank, hidden=hidden, max_topk=num_topk
+            session, make_codec(codec), self.placement, rank=self.rank, hidden=hidden, max_topk=num_topk
         )
         self.id = self._exchanger.id
         self._closed = False
         _log.info(
-            "communicator %d: rank %d of %d, algorithm %s over %s, codec %s, %d experts, hidden %d, top-%d",
-            *(self.id, self.rank, self.num_ranks, algorithm.name, self.transport_name, codec),
+            "communicator %d: rank %d of %d, algorithms %s over %s, codec %s, %d experts, hidden %d, top-%d",
+            *(
+                self.id,
+                self.rank,
+                self.num_ranks,
+                "/".join(a.name for a in session.algorithms.values()),
+                self.transport_name,
+                codec,
+            ),
             *(num_experts, hidden, num_topk),
         )
 
@@ -129,7 +136,7 @@ class Communicator:
     @property
     def stats(self) -> dict[str, int]:
         """Counters: `announcements` (count exchanges so far), receive memory alive, at its peak, ever touched."""
-        return self._exchanger.algorithm.statistics()
+        return self._exchanger.session.statistics()
 
     def dispatch(
         self,
@@ -193,10 +200,10 @@ class Communicator:
         exchanger = self._exchanger
         call = exchanger.begin_dispatch(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle)
         if not _requires_grad(x, topk_weights):
-            return Work(exchanger.algorithm, call, lambda: exchanger.received(exchanger.finish(call)))
+            return Work(exchanger.session, call, lambda: exchanger.received(exchanger.finish(call)))
         arguments = (x, topk_idx, topk_weights, mode, layout, expert_alignment, handle)
         token = exchanger.keep(call)
-        return Work(exchanger.algorithm, call, lambda: self._dispatch_op(*arguments, call=token))
+        return Work(exchanger.session, call, lambda: self._dispatch_op(*arguments, call=token))
 
     def combine(self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None) -> torch.Tensor:
         """Brings the experts' rows home and sums them per token. Collective; differentiable in both tensors.
@@ -237,9 +244,9 @@ class Communicator:
         exchanger = self._exchanger
         call = exchanger.begin_combine(y, handle, topk_weights)
         if not _requires_grad(y, topk_weights):
-            return Work(exchanger.algorithm, call, lambda: exchanger.finish(call).x)
+            return Work(exchanger.session, call, lambda: exchanger.finish(call).x)
         token = exchanger.keep(call)
-        return Work(exchanger.algorithm, call, lambda: self._combine_op(y, handle, topk_weights, call=token))
+        return Work(exchanger.session, call, lambda: self._combine_op(y, handle, topk_weights, call=token))
 
     def combine_buffer(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the experts' outputs that peers can read where it is, so that `combine` copies nothing.

@@ -1,4 +1,4 @@
-"""Below autograd: checks a call's arguments and hands it to the algorithm. What `Communicator` and the torch operators
+"""Below autograd: checks a call's arguments and hands it to the algorithms. What `Communicator` and the torch operators
 share; found by its id, because operators can only be given numbers.
 """
 
@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from moecomm.algorithms.base import Algorithm, Arrival, Returned
+from moecomm.algorithms.base import Arrival, Returned, Session
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
-from moecomm.checks import check_combine, check_dispatch, check_handle, check_layout, weights_dtype
+from moecomm.checks import check_combine, check_dispatch, check_handle, check_layout
 from moecomm.codecs.base import Codec
 from moecomm.errors import CommunicatorClosed, RoutingChanged
 from moecomm.handle import Handle, Received
+from moecomm.kernels.base import weights_dtype
 from moecomm.placement import Placement
 
 __all__ = ["Exchanger", "find_exchanger"]
@@ -43,7 +44,7 @@ class Exchanger:
     """The calls of one communicator, without autograd.
 
     Arguments:
-        algorithm: carries them.
+        session: carries them.
         codec: number format of rows on the wire.
         placement: which rank hosts which expert.
         rank: mine.
@@ -57,9 +58,9 @@ class Exchanger:
     """
 
     def __init__(
-        self, algorithm: Algorithm, codec: Codec, placement: Placement, *, rank: int, hidden: int, max_topk: int
+        self, session: Session, codec: Codec, placement: Placement, *, rank: int, hidden: int, max_topk: int
     ) -> None:
-        self.algorithm = algorithm
+        self.session = session
         self.num_local_experts = len(placement.local_experts(rank))
         self.counts_shape = (placement.num_ranks, placement.num_experts + placement.num_ranks)
         self.id = next(_ids)
@@ -85,7 +86,7 @@ class Exchanger:
         oldest call in flight."""
         self._check_open()
         if make_room:
-            self.algorithm.make_room()
+            self.session.make_room()
         try:
             check_layout(layout, expert_alignment, mode)
             if handle is None:
@@ -108,11 +109,11 @@ class Exchanger:
                 routing = _routing(handle)
             row_format = self._codec.row_format(self._hidden, x.dtype)
         except (ValueError, TypeError) as error:
-            self.algorithm.refuse(Operation.DISPATCH, error)
+            self.session.refuse(Operation.DISPATCH, error)
             raise
         if x.stride(-1) != 1:
             x = x.contiguous()
-        return self.algorithm.begin_dispatch(x, routing, row_format, _kept(topk_weights, x.dtype))
+        return self.session.algorithms[mode].begin_dispatch(x, routing, row_format, _kept(topk_weights, x.dtype))
 
     def begin_combine(
         self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None, make_room: bool = False
@@ -131,7 +132,7 @@ class Exchanger:
     ) -> Call:
         self._check_open()
         if make_room:
-            self.algorithm.make_room()
+            self.session.make_room()
         try:
             check_handle(handle, self.id)
             check_combine(
@@ -144,10 +145,10 @@ class Exchanger:
             )
             row_format = self._codec.row_format(self._hidden, y.dtype)
         except (ValueError, TypeError) as error:
-            self.algorithm.refuse(Operation.COMBINE, error)
+            self.session.refuse(Operation.COMBINE, error)
             raise
         weights = _kept(topk_weights, y.dtype)
-        return self.algorithm.begin_combine(
+        return self.session.algorithms["throughput"].begin_combine(
             y.contiguous(), _routing(handle), row_format, topk_weights=weights, values=values
         )
 
@@ -160,17 +161,19 @@ class Exchanger:
     def return_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
         """Brings one value per received row home: `[N]` to `[T, K]`, 0 where there is no route. No rows travel."""
         self._check_open()
-        self.algorithm.make_room()
+        self.session.make_room()
         rows = values.new_empty((handle.num_rows, 0))
         row_format = self._codec.row_format(0, values.dtype)
-        call = self.algorithm.begin_combine(rows, _routing(handle), row_format, topk_weights=None, values=values)
+        call = self.session.algorithms["throughput"].begin_combine(
+            rows, _routing(handle), row_format, topk_weights=None, values=values
+        )
         returned: Returned = self.finish(call)
         assert returned.values is not None
         return returned.values
 
     def finish(self, call: Call) -> Any:
         """Carries a call to its end and gives its result or raises its error."""
-        return self.algorithm.finish(call)
+        return self.session.finish(call)
 
     def keep(self, call: Call) -> int:
         """Keeps a begun call for an operator, which can only be given the number that this returns."""
@@ -217,26 +220,26 @@ class Exchanger:
             f"#{int(handle.stamp[0])}): topk_idx differs, so gradients would be wrong. Keep the router outside the "
             "checkpointed region, or make it deterministic (dropout, jitter, a bias updated in between)"
         )
-        self.algorithm.refuse(Operation.COMBINE, error)
+        self.session.refuse(Operation.COMBINE, error)
         raise error
 
     def combine_buffer(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """See `Communicator.combine_buffer`."""
         self._check_open()
         check_handle(handle, self.id)
-        return self.algorithm.expose(handle.num_rows, self._codec.row_format(self._hidden, dtype))
+        return self.session.expose(handle.num_rows, self._codec.row_format(self._hidden, dtype))
 
     def trim(self) -> int:
         """See `Communicator.trim`."""
         self._check_open()
-        return self.algorithm.trim()
+        return self.session.trim()
 
     def close(self) -> None:
         """Idempotent."""
         self._closed = True
         _live.pop(self.id, None)
         self._kept_calls.clear()
-        self.algorithm.close()
+        self.session.close()
 
     def _check_open(self) -> None:
         if self._closed:

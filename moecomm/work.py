@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from moecomm.algorithms.base import Algorithm
+from moecomm.algorithms.base import Session
 from moecomm.algorithms.calls import Call
 
 __all__ = ["Work"]
@@ -19,13 +19,13 @@ class Work(Generic[T]):
     Waiting for it first carries the calls begun before it to their end, so ranks may wait in different orders.
 
     Arguments:
-        algorithm: carries the call.
+        session: carries the call.
         call: the call.
         finish: gives the result once asked for; may block.
     """
 
-    def __init__(self, algorithm: Algorithm, call: Call, finish: Callable[[], T]) -> None:
-        self._algorithm = algorithm
+    def __init__(self, session: Session, call: Call, finish: Callable[[], T]) -> None:
+        self._session = session
         self._call = call
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
@@ -44,11 +44,11 @@ class Work(Generic[T]):
 
     def done(self) -> bool:
         """Does what can be done without waiting; True if `wait` will not block."""
-        return self._call.settled or self._algorithm.poll(self._call)
+        return self._call.settled or self._session.poll(self._call)
 
     def step(self) -> None:
         """Runs one more phase of the oldest unfinished call up to this one, as tests that step a group do."""
-        self._algorithm.step(self._call)
+        self._session.step(self._call)
 
     def __repr__(self) -> str:
         return f"Work({self._call.title}, {'settled' if self._call.settled else 'in flight'})"

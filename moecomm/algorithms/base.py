@@ -1,9 +1,12 @@
-"""The contract of an exchange algorithm: begin a dispatch or a combine, and carry it to its end phase by phase."""
+"""The contracts of the exchange: an algorithm begins a dispatch or a combine; the session, which all algorithms of a
+communicator share, carries the calls to their end, in order.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +16,7 @@ from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 
-__all__ = ["Algorithm", "Arrival", "Returned"]
+__all__ = ["Algorithm", "Arrival", "Returned", "Session"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +54,7 @@ class Returned:
 
 
 class Algorithm(abc.ABC):
-    """An exchange between the ranks of a communicator. Calls are collective, in the same order on every rank."""
+    """A way to exchange rows between the ranks of a communicator. Calls are collective, in one order everywhere."""
 
     name: ClassVar[str]
 
@@ -64,7 +67,7 @@ class Algorithm(abc.ABC):
         Arguments:
             x: `[T, H]` rows, last dimension contiguous.
             row_format: how rows are written.
-            topk_weights: `[T, K]` float32 contiguous, travelling with the rows, or None.
+            topk_weights: `[T, K]` float32 (float64) contiguous, travelling with the rows, or None.
         """
 
     @abc.abstractmethod
@@ -81,9 +84,19 @@ class Algorithm(abc.ABC):
 
         Arguments:
             y: `[N, H]` contiguous.
-            topk_weights: `[T, K]` float32 contiguous, applied at home, or None.
-            values: `[N]` (expert_major) or `[N, K]` (flat) float32 contiguous, brought home route by route, or None.
+            topk_weights: `[T, K]` float32 (float64) contiguous, applied at home, or None.
+            values: `[N]` (flat: `[N, K]`) float32 (float64) contiguous, brought home route by route, or None.
         """
+
+
+class Session(abc.ABC):
+    """What the algorithms of one communicator share: the calls in flight, their order, receive memory, the goodbye.
+
+    Attributes:
+        algorithms: by mode.
+    """
+
+    algorithms: Mapping[str, Algorithm]
 
     @abc.abstractmethod
     def refuse(self, operation: Operation, error: Exception) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moecomm.algorithms.base import Algorithm, Arrival, Returned
+from moecomm.algorithms.base import Algorithm, Arrival, Returned, Session
 from moecomm.algorithms.calls import Call, Phase
 from moecomm.algorithms.collective_rows import RowExchange
 from moecomm.algorithms.plan import block_layout, plan_exchange
@@ -42,7 +42,7 @@ _TEXT_BYTES = 960
 _REMEDY = "Construct the Communicator with a torch.distributed group of backend 'gloo' (or 'cpu:gloo,...')."
 
 
-class Collective(Algorithm):
+class Collective(Session, Algorithm):
     """The exchange over a `torch.distributed` group, with that group's timeout. Construction and calls are collective.
 
     Arguments:
@@ -59,6 +59,7 @@ class Collective(Algorithm):
         if reason is not None:
             raise TransportUnavailable(self.name, reason, _REMEDY)
         assert isinstance(group, TorchGroup)
+        self.algorithms = {"throughput": self}
         self._group = group
         self._placement = placement
         self._kernels = kernels_for("cpu")

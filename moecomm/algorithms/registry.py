@@ -1,11 +1,13 @@
-"""Chooses transport and algorithm for a group, and checks that its ranks agree on what they construct."""
+"""Chooses transport and algorithms for a group, and checks that its ranks agree on what they construct."""
 
 from __future__ import annotations
 
 import logging
 
-from moecomm.algorithms.base import Algorithm
+from moecomm.algorithms.base import Session
+from moecomm.algorithms.calls import NUM_LANES
 from moecomm.algorithms.collective import Collective
+from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.receive_memory import default_memory_limit
 from moecomm.algorithms.rendezvous import Rendezvous
 from moecomm.errors import TransportUnavailable
@@ -14,7 +16,7 @@ from moecomm.placement import Placement
 from moecomm.transports.peers import gather_peers
 from moecomm.transports.registry import choose, transport_names
 
-__all__ = ["exchange_names", "make_algorithm"]
+__all__ = ["exchange_names", "make_session"]
 
 _log = logging.getLogger("moecomm.algorithms")
 
@@ -24,7 +26,7 @@ def exchange_names() -> list[str]:
     return ["auto", *transport_names(), Collective.name]
 
 
-def make_algorithm(
+def make_session(
     group: Group,
     placement: Placement,
     *,
@@ -33,7 +35,7 @@ def make_algorithm(
     memory_limit: int | None,
     timeout: float,
     agreed: dict[str, int | str],
-) -> tuple[Algorithm, str]:
+) -> tuple[Session, str]:
     """Makes the exchange of a communicator. Collective.
 
     Arguments:
@@ -45,7 +47,7 @@ def make_algorithm(
         agreed: further values that must be equal on all ranks.
 
     Returns:
-        The algorithm, and the name of what carries it.
+        The session with its algorithms, and the name of what carries it.
 
     Raises:
         ValueError: ranks that disagree, or an unknown name.
@@ -57,9 +59,9 @@ def make_algorithm(
     peers = gather_peers(group)
     limit = default_memory_limit() if memory_limit is None else memory_limit
 
-    def collective() -> tuple[Algorithm, str]:
-        algorithm = Collective(group, placement, max_in_flight=max_in_flight, memory_limit=limit)
-        return algorithm, Collective.name
+    def collective() -> tuple[Session, str]:
+        session = Collective(group, placement, max_in_flight=max_in_flight, memory_limit=limit)
+        return session, Collective.name
 
     if transport == Collective.name:
         return collective()
@@ -70,9 +72,10 @@ def make_algorithm(
             raise
         _log.warning("falling back to the slow `collective` exchange: %s", error)
         return collective()
-    carrier = choice.transport(group, peers, Rendezvous.num_slots)
-    algorithm = Rendezvous(carrier, placement, max_in_flight=max_in_flight, memory_limit=limit, timeout=timeout)
-    return algorithm, carrier.name
+    carrier = choice.transport(group, peers, NUM_LANES)
+    exchange = Exchange(carrier, placement, max_in_flight=max_in_flight, memory_limit=limit, timeout=timeout)
+    exchange.algorithms = {"throughput": Rendezvous(exchange)}
+    return exchange, carrier.name
 
 
 def _check_agreement(group: Group, mine: dict[str, int | str]) -> None:
