@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moecomm.codecs.base import Codec, RowFormat
-from moecomm.kernels.base import make_route
+from moecomm.kernels.base import make_route, weights_dtype
 from moecomm.testing.compare import assert_bitwise_equal, expect
 from moecomm.testing.contracts.cases import random_rows
 
@@ -89,7 +89,8 @@ def check_reduce_sums_rows_by_their_routes(codec: Codec) -> None:
             [torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() + offsets[plane] for buffer, offsets in memories]
             for plane in range(len(row_format.plane_bytes))
         ]
-        for weights in (None, torch.tensor([[0.3, 1.7, -2.1], [9.0, 0.7, 9.0], [9.0] * 3, [1.1, 0.9, 0.2]])):
+        factors = torch.tensor([[0.3, 1.7, -2.1], [9.0, 0.7, 9.0], [9.0] * 3, [1.1, 0.9, 0.2]])
+        for weights in (None, factors.to(weights_dtype(row_format.dtype))):
             got = row_format.reduce(4, routes, addresses, weights)
             assert_bitwise_equal(got, _sums(rows, places, weights), f"{_name(row_format)}: reduce")
 
