@@ -53,6 +53,7 @@ def plan_flat(
 ) -> None: ...
 def pull_flat_values(
     out: int,
+    value_bytes: int,
     topk_idx: int,
     is_int64: bool,
     num_tokens: int,
@@ -64,7 +65,9 @@ def pull_flat_values(
     addresses: Sequence[int],
     /,
 ) -> None: ...
-def pull_values(out: int, routes: int, num_tokens: int, num_slots: int, addresses: Sequence[int], /) -> None: ...
+def pull_values(
+    out: int, value_bytes: int, routes: int, num_tokens: int, num_slots: int, addresses: Sequence[int], /
+) -> None: ...
 def push_flat_metadata(
     topk_idx: int,
     is_int64: bool,
@@ -74,6 +77,7 @@ def push_flat_metadata(
     expert_local: int,
     num_experts: int,
     weights: int,
+    value_bytes: int,
     routes: int,
     num_slots: int,
     idx_addresses: Sequence[int],
@@ -90,7 +94,9 @@ def push_rows(
     addresses: Sequence[int],
     /,
 ) -> None: ...
-def push_values(values: int, routes: int, num_tokens: int, num_slots: int, addresses: Sequence[int], /) -> None: ...
+def push_values(
+    values: int, value_bytes: int, routes: int, num_tokens: int, num_slots: int, addresses: Sequence[int], /
+) -> None: ...
 def push_weighted_rows(
     rows: int,
     stride_bytes: int,
@@ -110,6 +116,47 @@ def set_instruction_set(name: str, /) -> None: ...
 def stream_copy(out: int, src: int, num_bytes: int, /) -> None: ...
 def stream_read(src: int, num_bytes: int, /) -> int: ...
 def stream_scatter(out: int, src: int, num_rows: int, row_bytes: int, num_copies: int, /) -> None: ...
+
+# cpu: low-latency messages (csrc/cpu/eager.h)
+
+def send_eager(
+    topk_idx: int,
+    is_int64: bool,
+    num_tokens: int,
+    num_topk: int,
+    expert_rank: int,
+    num_experts: int,
+    rows: int,
+    stride_bytes: int,
+    row_bytes: int,
+    values: int,
+    value_bytes: int,
+    windows: Sequence[int],
+    ids_out: int,
+    /,
+) -> int: ...
+def receive_eager(
+    windows: Sequence[int],
+    num_tokens: Sequence[int],
+    num_topk: int,
+    expert_rank: int,
+    expert_local: int,
+    num_experts: int,
+    rank: int,
+    row_bytes: int,
+    value_bytes: int,
+    capacity: int,
+    alignment: int,
+    num_rows: int,
+    rows: int,
+    values: int,
+    used: int,
+    counts: int,
+    routes: int,
+    num_tokens_per_expert: int,
+    offsets: int,
+    /,
+) -> tuple[int, int, int]: ...
 
 # memory
 
@@ -156,7 +203,7 @@ class ArenaUsage:
 class Arena:
     """Blocks of one mapping, lowest address first."""
 
-    def __init__(self, mapping: Mapping, limit: int) -> None: ...
+    def __init__(self, mapping: Mapping, limit: int, begin: int = 0, nbytes: int | None = None) -> None: ...
     def allocate(self, nbytes: int) -> Block | None: ...
     def trim(self) -> int: ...
     def usage(self) -> ArenaUsage: ...
@@ -178,6 +225,8 @@ class SignalBoard:
     def wait(self, slot: int, at_least: int, timeout: float) -> int: ...
     def reached(self, slot: int, at_least: int) -> bool: ...
     def lane(self, slot: int, source: int) -> int: ...
+    def waited_ns(self) -> list[int]: ...
+    def longest_wait_ns(self) -> list[int]: ...
     def gone(self) -> list[int]: ...
     def process_alive(self, peer: int) -> bool: ...
     def depart(self) -> None: ...

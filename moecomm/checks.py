@@ -8,16 +8,11 @@ import torch
 
 from moecomm.handle import Handle
 
-__all__ = ["check_combine", "check_dispatch", "check_handle", "check_layout", "check_sizes", "weights_dtype"]
+__all__ = ["check_combine", "check_dispatch", "check_handle", "check_layout", "check_sizes"]
 
 _LAYOUTS = ("expert_major", "flat")
 _MODES = ("throughput",)
 _SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def weights_dtype(rows: torch.dtype) -> torch.dtype:
-    """The dtype in which weights of such rows are kept: float32, and float64 for float64 rows."""
-    return torch.float64 if rows is torch.float64 else torch.float32
 
 
 def _check_matrix(name: str, tensor: Any, shape: str) -> None:

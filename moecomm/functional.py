@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from moecomm.algorithms.base import Arrival, Returned
-from moecomm.checks import weights_dtype
 from moecomm.exchanger import Exchanger, find_exchanger
 from moecomm.handle import Handle
+from moecomm.kernels.base import weights_dtype
 from moecomm.kernels.registry import kernels_for
 
 __all__: list[str] = []

@@ -14,6 +14,7 @@ from kernel_cases import (
 
 from moecomm import _C
 from moecomm.kernels import kernels_for
+from moecomm.kernels.base import weights_dtype
 
 REFERENCE = kernels_for("reference")
 CPU = kernels_for("cpu")
@@ -52,7 +53,7 @@ def test_push_copies_bytes(dtype, columns, layout):
 def test_push_scales(dtype, columns):
     ids, plan = random_plan(9, 4)
     x = interesting((9, columns), dtype)
-    weights = torch.randn(9, 4).masked_fill(ids < 0, float("nan"))
+    weights = torch.randn(9, 4, dtype=weights_dtype(dtype)).masked_fill(ids < 0, float("nan"))
     got, want = (fresh_memory(plan.num_rows, columns, dtype) for _ in range(2))
     CPU.push_rows(x, plan.routes, got.addresses, weights=weights)
     REFERENCE.push_rows(x, plan.routes, want.addresses, weights=weights)
@@ -91,7 +92,7 @@ def test_combine(dtype, columns, weighted):
     ids[4] = -1
     plan = plans(ids, expert_ranks(12, 3), 3, "expert_major")
     rows = fresh_memory(plan.num_rows, columns, dtype, fill=lambda shape: interesting(shape, dtype))
-    weights = torch.randn(9, 6).masked_fill(ids < 0, float("nan")) if weighted else None
+    weights = torch.randn(9, 6, dtype=weights_dtype(dtype)).masked_fill(ids < 0, float("nan")) if weighted else None
     got, want = (torch.full((9, columns), float("nan"), dtype=dtype) for _ in range(2))
     CPU.combine_rows(got, plan.routes, rows.addresses, weights=weights)
     REFERENCE.combine_rows(want, plan.routes, rows.addresses, weights=weights)
@@ -103,13 +104,13 @@ def test_combine(dtype, columns, weighted):
 def test_combine_is_the_plain_torch_sum(dtype):
     _, plan = random_plan(40, 5)
     rows = fresh_memory(plan.num_rows, 200, dtype, fill=lambda shape: torch.randn(shape).to(dtype))
-    weights = torch.randn(40, 5)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = weights_dtype(dtype)
+    weights = torch.randn(40, 5, dtype=wide)
     want = torch.zeros(40, 200, dtype=wide)
     for t in range(40):
         for p in range(5):
             if plan.routes[t, p] >= 0:
-                want[t] += weights[t, p].to(wide) * rows.at(int(plan.routes[t, p])).to(wide)
+                want[t] += weights[t, p] * rows.at(int(plan.routes[t, p])).to(wide)
     got = torch.empty(40, 200, dtype=dtype)
     CPU.combine_rows(got, plan.routes, rows.addresses, weights=weights)
     assert_same_bits(got, want.to(dtype))
@@ -151,12 +152,13 @@ def test_rounding_is_to_nearest_even():
 def test_scale_dot(dtype, columns):
     g, y = interesting((7, columns), dtype), interesting((7, columns), dtype, seed=1)
     g[3:], y[3:] = torch.randn(4, columns).to(dtype), torch.randn(4, columns).to(dtype)
-    weights = torch.randn(7)
+    weights = torch.randn(7, dtype=weights_dtype(dtype))
     for got, want in zip(CPU.scale_dot(g, y, weights), REFERENCE.scale_dot(g, y, weights), strict=True):
         assert_same_bits(got, want)
     if columns:
-        exact = (g[3:].double() * y[3:].double()).sum(1).float()
-        torch.testing.assert_close(CPU.scale_dot(g, y, weights)[1][3:], exact, atol=1e-3, rtol=1e-4)
+        exact = (g[3:].double() * y[3:].double()).sum(1).to(weights.dtype)
+        atol, rtol = (1e-11, 1e-12) if dtype is torch.float64 else (1e-3, 1e-4)
+        torch.testing.assert_close(CPU.scale_dot(g, y, weights)[1][3:], exact, atol=atol, rtol=rtol)
 
 
 def test_no_tokens():

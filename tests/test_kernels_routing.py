@@ -76,13 +76,27 @@ def test_flat_metadata_and_values_by_hand(kernels):
     assert idx[0].tolist() == [[-1, 0, -1], [1, -1, 0]]
 
 
-def test_values_go_and_come_back(kernels):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_go_and_come_back(kernels, dtype):
     ids = ids_of(50, 6, 12)
     plan = plans(ids, expert_ranks(12, 3), 3, "expert_major")
-    values = torch.randn(50, 6).masked_fill(ids < 0, float("nan"))
-    memory = fresh_memory(plan.num_rows, 1, torch.float32)
+    values = torch.randn(50, 6, dtype=dtype).masked_fill(ids < 0, float("nan"))
+    memory = fresh_memory(plan.num_rows, 1, dtype)
     kernels.push_values(values, plan.routes, memory.addresses)
-    assert_same_bits(kernels.pull_values(plan.routes, memory.addresses), torch.nan_to_num(values))
+    assert_same_bits(kernels.pull_values(plan.routes, memory.addresses, dtype=dtype), torch.nan_to_num(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_flat_values_go_and_come_back(kernels, dtype):
+    ids, expert_rank = ids_of(50, 6, 12), expert_ranks(12, 3)
+    plan = plans(ids, expert_rank, 3, "flat")
+    values = torch.randn(50, 6, dtype=dtype).masked_fill(ids < 0, float("nan"))
+    idx, weights = fresh_memory(plan.num_rows, 6, torch.int32), fresh_memory(plan.num_rows, 6, dtype)
+    kernels.push_flat_metadata(
+        ids, values, plan.routes, expert_rank, torch.arange(12).int() % 4, idx.addresses, weights.addresses
+    )
+    back = kernels.pull_flat_values(ids, plan.routes, expert_rank, weights.addresses, dtype=dtype)
+    assert_same_bits(back, torch.nan_to_num(values))
 
 
 @settings(max_examples=150, deadline=None)
@@ -218,6 +232,10 @@ def test_wrong_arguments_are_named():
         (ValueError, "has none", lambda: CPU.combine_rows(x, torch.zeros(4, 2, dtype=torch.int64), [0])),
         (TypeError, "y is torch.float64", lambda: CPU.scale_dot(x, x.double(), torch.ones(4))),
         (ValueError, "weights is", lambda: CPU.scale_dot(x, x, torch.ones(5))),
+        (TypeError, "weights is torch.float64", lambda: CPU.scale_dot(x, x, torch.ones(4).double())),
+        (TypeError, "weights is torch.float32", lambda: CPU.scale_dot(x.double(), x.double(), torch.ones(4))),
+        (TypeError, "values is torch.bfloat16", lambda: CPU.push_values(x[:, :2].bfloat16(), routes, addresses)),
+        (TypeError, "dtype is torch.int32", lambda: CPU.pull_values(routes, addresses, dtype=torch.int32)),
         (
             ValueError,
             "together",

@@ -10,10 +10,12 @@ namespace {
 
 // So many bytes of rows are asked for before they are added: enough to hide the memory, few enough to stay in the
 // first-level cache until they are used.
-constexpr int64_t kFetchBytes = 12 << 10;
+constexpr int64_t kFetchBytes = 8 << 10;
 // Short rows are asked for at most so many tokens before.
 constexpr int64_t kMaxTokensAhead = 8;
+
 // The rows (and weights) of a run of tokens, without the slots that have no route.
+template <class Weight>
 class Sources {
   public:
     static constexpr int64_t kNumTokens = 64;
@@ -24,7 +26,7 @@ class Sources {
     }
 
     // Tokens of the run are numbered from 0; weights may be nullptr.
-    void collect(const int64_t* routes, const float* weights, int64_t num_tokens, int64_t num_slots,
+    void collect(const int64_t* routes, const Weight* weights, int64_t num_tokens, int64_t num_slots,
                  const Addresses& addresses, int64_t row_bytes, int64_t max_ahead) {
         rows_.clear();
         weights_.clear();
@@ -42,20 +44,19 @@ class Sources {
 
     int64_t num_rows(int64_t token) const { return static_cast<int64_t>(begin(token + 1) - begin(token)); }
     const char* const* rows(int64_t token) const { return rows_.data() + begin(token); }
-    const float* weights(int64_t token) const { return weights_.data() + begin(token); }
+    const Weight* weights(int64_t token) const { return weights_.data() + begin(token); }
 
   private:
     size_t begin(int64_t token) const { return begins_[static_cast<size_t>(token)]; }
 
     std::vector<const char*> rows_;
-    std::vector<float> weights_;
+    std::vector<Weight> weights_;
     std::vector<size_t> begins_;
 };
 
-}  // namespace
-
-void combine_rows(char* out, int64_t num_tokens, int64_t num_columns, Format format, const int64_t* routes,
-                  int64_t num_slots, const Addresses& addresses, const float* weights) {
+template <class Weight>
+void combine(char* out, int64_t num_tokens, int64_t num_columns, Format format, const int64_t* routes,
+             int64_t num_slots, const Addresses& addresses, const Weight* weights) {
     const auto reduce = row_loops().reduce[static_cast<int>(format)];
     const int64_t row_bytes = num_columns * static_cast<int64_t>(bytes_of(format));
     const bool is_streaming =
@@ -64,9 +65,9 @@ void combine_rows(char* out, int64_t num_tokens, int64_t num_columns, Format for
     const int64_t slots = std::max<int64_t>(num_slots, 1);
     const int64_t fetch_bytes = std::max<int64_t>(kFetchBytes / slots, 1);
     const int64_t tokens_ahead = std::clamp<int64_t>(fetch_bytes / std::max<int64_t>(row_bytes, 1), 1, kMaxTokensAhead);
-    Sources sources(num_slots);
-    for (int64_t begin = 0; begin < num_tokens; begin += Sources::kNumTokens) {
-        const int64_t num = std::min(Sources::kNumTokens, num_tokens - begin);
+    Sources<Weight> sources(num_slots);
+    for (int64_t begin = 0; begin < num_tokens; begin += sources.kNumTokens) {
+        const int64_t num = std::min(sources.kNumTokens, num_tokens - begin);
         const int64_t first = begin * num_slots;
         sources.collect(routes + first, weights == nullptr ? nullptr : weights + first, num, num_slots, addresses,
                         row_bytes, tokens_ahead * num_slots);
@@ -76,6 +77,17 @@ void combine_rows(char* out, int64_t num_tokens, int64_t num_columns, Format for
                     tokens_ahead * sources.num_rows(t), is_streaming});
     }
     fence_streaming();
+}
+
+}  // namespace
+
+void combine_rows(char* out, int64_t num_tokens, int64_t num_columns, Format format, const int64_t* routes,
+                  int64_t num_slots, const Addresses& addresses, const void* weights) {
+    if (format == Format::fp64)
+        combine(out, num_tokens, num_columns, format, routes, num_slots, addresses,
+                static_cast<const double*>(weights));
+    else
+        combine(out, num_tokens, num_columns, format, routes, num_slots, addresses, static_cast<const float*>(weights));
 }
 
 }  // namespace moecomm

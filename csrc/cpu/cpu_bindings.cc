@@ -74,49 +74,65 @@ void bind_rows(py::module_& m) {
                                    Address routes, int64_t num_slots, const Addresses& addresses, Address weights) {
         ReleaseGil release(num_rows * num_slots * row_bytes);
         push_weighted_rows({at<const char>(rows), stride_bytes, num_rows, row_bytes}, static_cast<Format>(format),
-                           at<const int64_t>(routes), num_slots, addresses, at<const float>(weights));
+                           at<const int64_t>(routes), num_slots, addresses, at<const void>(weights));
     });
     m.def("combine_rows", [](Address out, int64_t num_tokens, int64_t num_columns, int format, Address routes,
                              int64_t num_slots, const Addresses& addresses, Address weights) {
         ReleaseGil release(num_tokens * num_slots * num_columns * 4);
         combine_rows(at<char>(out), num_tokens, num_columns, static_cast<Format>(format), at<const int64_t>(routes),
-                     num_slots, addresses, at<const float>(weights));
+                     num_slots, addresses, at<const void>(weights));
     });
     m.def("scale_dot", [](Address scaled, Address dots, Address g, Address y, Address weights, int64_t num_rows,
                           int64_t num_columns, int format) {
         ReleaseGil release(num_rows * num_columns * 4);
-        scale_dot(at<char>(scaled), at<float>(dots), at<const char>(g), at<const char>(y), at<const float>(weights),
+        scale_dot(at<char>(scaled), at<void>(dots), at<const char>(g), at<const char>(y), at<const void>(weights),
                   num_rows, num_columns, static_cast<Format>(format));
     });
 }
 
+// Calls the function with a float or a double, for values of so many bytes.
+template <class Function>
+void with_value_of(int num_bytes, const Function& function) {
+    if (num_bytes == sizeof(double))
+        function(double{});
+    else
+        function(float{});
+}
+
 void bind_values(py::module_& m) {
-    m.def("push_values",
-          [](Address values, Address routes, int64_t num_tokens, int64_t num_slots, const Addresses& addresses) {
-              ReleaseGil release(num_tokens * num_slots * 8);
-              push_values(at<const float>(values), at<const int64_t>(routes), num_tokens, num_slots, addresses);
-          });
-    m.def("pull_values",
-          [](Address out, Address routes, int64_t num_tokens, int64_t num_slots, const Addresses& addresses) {
-              ReleaseGil release(num_tokens * num_slots * 8);
-              pull_values(at<float>(out), at<const int64_t>(routes), num_tokens, num_slots, addresses);
-          });
+    m.def("push_values", [](Address values, int value_bytes, Address routes, int64_t num_tokens, int64_t num_slots,
+                            const Addresses& addresses) {
+        ReleaseGil release(num_tokens * num_slots * 8);
+        with_value_of(value_bytes, [&](auto value) {
+            push_values(at<const decltype(value)>(values), at<const int64_t>(routes), num_tokens, num_slots, addresses);
+        });
+    });
+    m.def("pull_values", [](Address out, int value_bytes, Address routes, int64_t num_tokens, int64_t num_slots,
+                            const Addresses& addresses) {
+        ReleaseGil release(num_tokens * num_slots * 8);
+        with_value_of(value_bytes, [&](auto value) {
+            pull_values(at<decltype(value)>(out), at<const int64_t>(routes), num_tokens, num_slots, addresses);
+        });
+    });
     m.def("push_flat_metadata",
           [](Address topk_idx, bool is_int64, int64_t num_tokens, int64_t num_topk, Address expert_rank,
-             Address expert_local, int64_t num_experts, Address weights, Address routes, int64_t num_slots,
-             const Addresses& idx_addresses, const Addresses& weight_addresses) {
+             Address expert_local, int64_t num_experts, Address weights, int value_bytes, Address routes,
+             int64_t num_slots, const Addresses& idx_addresses, const Addresses& weight_addresses) {
               ReleaseGil release(num_tokens * num_topk * 8);
-              push_flat_metadata(routing_of(topk_idx, is_int64, num_tokens, num_topk, expert_rank, num_experts, 0),
-                                 at<const int32_t>(expert_local), at<const float>(weights), at<const int64_t>(routes),
-                                 num_slots, idx_addresses, weight_addresses);
+              const Routing routing = routing_of(topk_idx, is_int64, num_tokens, num_topk, expert_rank, num_experts, 0);
+              with_value_of(value_bytes, [&](auto value) {
+                  push_flat_metadata(routing, at<const int32_t>(expert_local), at<const decltype(value)>(weights),
+                                     at<const int64_t>(routes), num_slots, idx_addresses, weight_addresses);
+              });
           });
     m.def("pull_flat_values",
-          [](Address out, Address topk_idx, bool is_int64, int64_t num_tokens, int64_t num_topk, Address expert_rank,
-             int64_t num_experts, Address routes, int64_t num_slots, const Addresses& addresses) {
+          [](Address out, int value_bytes, Address topk_idx, bool is_int64, int64_t num_tokens, int64_t num_topk,
+             Address expert_rank, int64_t num_experts, Address routes, int64_t num_slots, const Addresses& addresses) {
               ReleaseGil release(num_tokens * num_topk * 8);
-              pull_flat_values(at<float>(out),
-                               routing_of(topk_idx, is_int64, num_tokens, num_topk, expert_rank, num_experts, 0),
-                               at<const int64_t>(routes), num_slots, addresses);
+              const Routing routing = routing_of(topk_idx, is_int64, num_tokens, num_topk, expert_rank, num_experts, 0);
+              with_value_of(value_bytes, [&](auto value) {
+                  pull_flat_values(at<decltype(value)>(out), routing, at<const int64_t>(routes), num_slots, addresses);
+              });
           });
 }
 

@@ -58,11 +58,7 @@ inline T same(T value) {
 
 inline float quiet_float(float value) { return value != value ? float_of(kNanFloat) : value; }
 
-inline double quiet_double(double value) {
-    double nan;
-    std::memcpy(&nan, &kNanDouble, sizeof nan);
-    return value != value ? nan : value;
-}
+inline double quiet_double(double value) { return value != value ? double_of(kNanDouble) : value; }
 
 using StripeFp64 = PlainStripe<double, double, same<double>, quiet_double>;
 using StripeFp32 = PlainStripe<float, float, same<float>, quiet_float>;

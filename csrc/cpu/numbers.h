@@ -19,6 +19,12 @@ inline float float_of(uint32_t bits) {
     return value;
 }
 
+inline double double_of(uint64_t bits) {
+    double value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 inline constexpr uint32_t kNanFloat = 0x7fc00000u;
 inline constexpr uint64_t kNanDouble = 0x7ff8000000000000ull;
 inline constexpr uint16_t kNanBf16 = 0x7fc0;

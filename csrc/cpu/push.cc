@@ -76,7 +76,7 @@ void push_rows(const Rows& rows, const int64_t* routes, int64_t num_slots, const
 }
 
 void push_weighted_rows(const Rows& rows, Format format, const int64_t* routes, int64_t num_slots,
-                        const Addresses& addresses, const float* weights) {
+                        const Addresses& addresses, const void* weights) {
     const bool streaming = is_streaming(rows, routes, num_slots);
     const RowLoops& loops = row_loops();
     const auto scale = loops.scale[static_cast<int>(format)];
@@ -85,7 +85,7 @@ void push_weighted_rows(const Rows& rows, Format format, const int64_t* routes, 
     for_each_row(rows, routes, num_slots, addresses, streaming,
                  [&](int64_t t, const char* row, const Targets& targets) {
                      for (const Target& target : targets) {
-                         const float weight = weights[t * num_slots + target.slot];
+                         const double weight = weight_at(weights, t * num_slots + target.slot, format);
                          const bool is_aligned = reinterpret_cast<uintptr_t>(target.address) % 64 == 0;
                          if (!streaming || is_aligned) {
                              scale(target.address, row, weight, num_columns, streaming);

@@ -21,9 +21,9 @@ inline constexpr int64_t kStreamingRowBytes = 256;
 // routes is [num_rows, num_slots]. Copies bytes. All stores are ordered before any later store of this thread.
 void push_rows(const Rows& rows, const int64_t* routes, int64_t num_slots, const Addresses& addresses);
 
-// The same, storing weights[t, p] * row, rounded once; weights is [num_rows, num_slots], read only where there is a
-// route.
+// The same, storing weights[t, p] * row, rounded once; weights is [num_rows, num_slots] double for fp64 rows and float
+// for others, read only where there is a route.
 void push_weighted_rows(const Rows& rows, Format format, const int64_t* routes, int64_t num_slots,
-                        const Addresses& addresses, const float* weights);
+                        const Addresses& addresses, const void* weights);
 
 }  // namespace moecomm

@@ -16,6 +16,11 @@ inline constexpr int kNumFormats = 4;
 
 inline constexpr size_t bytes_of(Format format) { return format == Format::fp64 ? 8 : format == Format::fp32 ? 4 : 2; }
 
+// Sums are made, and weights kept, in fp64 for fp64 rows and in fp32 for all others.
+inline double weight_at(const void* weights, int64_t i, Format format) {
+    return format == Format::fp64 ? static_cast<const double*>(weights)[i] : static_cast<const float*>(weights)[i];
+}
+
 // Calls that write at least this many bytes use streaming stores: what they write would not stay in the caches.
 inline constexpr int64_t kStreamingBytes = int64_t{4} << 20;
 
@@ -26,7 +31,7 @@ inline constexpr int kDotLanes = 32;
 struct ReduceArgs {
     char* out;                // num_columns values
     const char* const* rows;  // num_rows addresses of rows
-    const float* weights;     // num_rows weights, or nullptr for a plain sum
+    const void* weights;      // num_rows weights (fp64 rows: double, others: float), or nullptr for a plain sum
     int64_t num_rows;         // zero rows give zeros
     int64_t num_columns;      // any number
     // While byte c of a row is added, byte c + fetch_bytes is asked for: of the same row or, past its end, of the row
@@ -42,9 +47,9 @@ struct RowLoops {
     // out = rows[0] + rows[1] + ... (each times its weight), from zero, in this order, fp32 (fp64 for fp64) inside.
     void (*reduce[kNumFormats])(const ReduceArgs& args);
     // out = weight * in; is_streaming writes past the caches, and then out is a multiple of 64.
-    void (*scale[kNumFormats])(char* out, const char* in, float weight, int64_t num_columns, bool is_streaming);
-    // out = weight * g; returns the dot product of g and y, rounded to fp32.
-    float (*scale_dot[kNumFormats])(char* out, const char* g, const char* y, float weight, int64_t num_columns);
+    void (*scale[kNumFormats])(char* out, const char* in, double weight, int64_t num_columns, bool is_streaming);
+    // out = weight * g; returns the dot product of g and y, made in fp32 (fp64 for fp64).
+    double (*scale_dot[kNumFormats])(char* out, const char* g, const char* y, double weight, int64_t num_columns);
     // Reads every byte and returns their exclusive or by 8-byte words: the bound for reading.
     uint64_t (*read)(const char* in, size_t num_bytes);
 };

@@ -25,12 +25,13 @@ MOECOMM_INLINE void reduce_block(const ReduceArgs& args, int64_t offset, const c
     using Wide = typename Stripe::Wide;
     using Scalar = typename Wide::Scalar;
     constexpr int64_t stripe = 32 * Stripe::kBytes;
+    const Scalar* const weights = static_cast<const Scalar*>(args.weights);
     Wide sum[num_stripes];
     for (int s = 0; s < num_stripes; ++s) sum[s] = Wide::broadcast(Scalar(0));
     for (int64_t j = 0; j < args.num_rows; ++j) {
         for (int64_t line = 0; line < num_stripes * stripe; line += 64) MOECOMM_PREFETCH(fetch[j] + fetch_at + line);
         const char* const in = args.rows[j] + offset;
-        const Wide weight = Wide::broadcast(weighted ? static_cast<Scalar>(args.weights[j]) : Scalar(1));
+        const Wide weight = Wide::broadcast(weighted ? weights[j] : Scalar(1));
         for (int s = 0; s < num_stripes; ++s) {
             Wide value = Stripe::load(in + s * stripe);
             if (weighted) value = multiply(weight, value);
@@ -57,12 +58,13 @@ MOECOMM_TARGET void reduce_columns(const ReduceArgs& args) {
     // The columns left over go through a zero-filled stripe.
     using Wide = typename Stripe::Wide;
     using Scalar = typename Wide::Scalar;
+    const Scalar* const weights = static_cast<const Scalar*>(args.weights);
     char tail[stripe] = {};
     Wide sum = Wide::broadcast(Scalar(0));
     for (int64_t j = 0; j < args.num_rows; ++j) {
         std::memcpy(tail, args.rows[j] + offset, static_cast<size_t>(num_bytes - offset));
         Wide value = Stripe::load(tail);
-        if (weighted) value = multiply(Wide::broadcast(static_cast<Scalar>(args.weights[j])), value);
+        if (weighted) value = multiply(Wide::broadcast(weights[j]), value);
         sum = add(sum, value);
     }
     Stripe::store(tail, sum);
@@ -78,7 +80,7 @@ MOECOMM_TARGET void reduce(const ReduceArgs& args) {
 }
 
 template <class Stripe>
-MOECOMM_TARGET void scale(char* out, const char* in, float weight, int64_t num_columns, bool is_streaming) {
+MOECOMM_TARGET void scale(char* out, const char* in, double weight, int64_t num_columns, bool is_streaming) {
     using Wide = typename Stripe::Wide;
     constexpr int64_t stripe = 32 * Stripe::kBytes;
     const Wide factor = Wide::broadcast(static_cast<typename Wide::Scalar>(weight));
@@ -94,7 +96,7 @@ MOECOMM_TARGET void scale(char* out, const char* in, float weight, int64_t num_c
 }
 
 template <class Stripe>
-MOECOMM_TARGET float scale_dot(char* out, const char* g, const char* y, float weight, int64_t num_columns) {
+MOECOMM_TARGET double scale_dot(char* out, const char* g, const char* y, double weight, int64_t num_columns) {
     using Wide = typename Stripe::Wide;
     using Scalar = typename Wide::Scalar;
     constexpr int64_t stripe = 32 * Stripe::kBytes;
@@ -120,8 +122,7 @@ MOECOMM_TARGET float scale_dot(char* out, const char* g, const char* y, float we
     Stripe::spread(lanes, sum);
     for (int step = kDotLanes / 2; step > 0; step /= 2)
         for (int j = 0; j < step; ++j) lanes[j] = lanes[j] + lanes[j + step];
-    const float result = static_cast<float>(lanes[0]);
-    return result != result ? float_of(kNanFloat) : result;
+    return lanes[0] != lanes[0] ? double_of(kNanDouble) : lanes[0];
 }
 
 MOECOMM_TARGET void copy_streaming(char* out, const char* in, size_t num_bytes) {

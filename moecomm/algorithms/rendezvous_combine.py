@@ -91,11 +91,10 @@ class Combine:
     def _pull_values(self, dtype: torch.dtype, addresses: list[int]) -> torch.Tensor:
         kernels, routing = self.exchange.kernels, self.routing
         assert routing.routes is not None
-        wide = {"dtype": dtype} if dtype is torch.float64 else {}
         if routing.layout == "flat":
             expert_rank = self.exchange.placement.expert_rank
-            return kernels.pull_flat_values(routing.topk_idx, routing.routes, expert_rank, addresses, **wide)
-        return kernels.pull_values(routing.routes, addresses, **wide)
+            return kernels.pull_flat_values(routing.topk_idx, routing.routes, expert_rank, addresses, dtype=dtype)
+        return kernels.pull_values(routing.routes, addresses, dtype=dtype)
 
     def _release(self) -> None:
         self.call.blocks.clear()

@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["NUM_DOT_LANES", "ROW_BITS", "RowKernels", "make_route", "rank_of", "row_of"]
+__all__ = ["NUM_DOT_LANES", "ROW_BITS", "RowKernels", "make_route", "rank_of", "row_of", "weights_dtype"]
 
 ROW_BITS = 40
 """A route keeps its row in this many low bits and its rank above them."""
@@ -43,6 +44,11 @@ def rank_of(route: int) -> int:
 def row_of(route: int) -> int:
     """The row that a route (not -1) names."""
     return route & ((1 << ROW_BITS) - 1)
+
+
+def weights_dtype(rows: torch.dtype) -> torch.dtype:
+    """The dtype in which weights of such rows are kept and sums of them made: float32; float64 for float64 rows."""
+    return torch.float64 if rows is torch.float64 else torch.float32
 
 
 class RowKernels(Protocol):
@@ -101,8 +107,9 @@ class RowKernels(Protocol):
             rows: `[T, H]` any dtype, last dim contiguous, any row stride.
             routes: `[T, P]` int64.
             addresses: of row 0 at each rank; a row takes H * itemsize bytes there.
-            weights: `[T, P]` float32; then weight * row is written, computed in fp32 (fp64 for fp64) and rounded once;
-                for float64, float32, bfloat16 and float16 rows. Weights without a route are not read.
+            weights: `[T, P]` float32 (float64 beside float64 rows); then weight * row is written, computed in that
+                dtype and rounded once; for float64, float32, bfloat16 and float16 rows. Weights without a route are
+                not read.
         """
         ...
 
@@ -110,7 +117,7 @@ class RowKernels(Protocol):
         """Writes one value per route.
 
         Arguments:
-            values: `[T, P]` float32.
+            values: `[T, P]` float32 or float64.
             routes: `[T, P]` int64.
             addresses: of value 0 at each rank; the value of row n is the nth.
         """
@@ -130,13 +137,13 @@ class RowKernels(Protocol):
 
         Arguments:
             topk_idx: as in `count_routes`.
-            topk_weights: `[T, K]` float32, or None.
+            topk_weights: `[T, K]` float32 or float64, or None.
             routes: `[T, P]` int64 from `plan_flat`.
             expert_rank: `[E]` int32.
             expert_local: `[E]` int32, each expert's index among those of its rank.
             idx_addresses: of row 0 of `[N, K]` int32 at each rank: local ids, -1 for experts elsewhere.
-            weight_addresses: of row 0 of `[N, K]` float32 at each rank: weights, 0 for experts elsewhere. None if and
-                only if topk_weights is None.
+            weight_addresses: of row 0 of `[N, K]` weights, dtype of topk_weights, at each rank: 0 for experts
+                elsewhere. None if and only if topk_weights is None.
         """
         ...
 
@@ -150,32 +157,44 @@ class RowKernels(Protocol):
                 order, from zero, in fp32 (fp64 for fp64), rounded once; zeros for a token without routes.
             routes: `[T, P]` int64.
             addresses: of row 0 at each rank; a row takes H * itemsize bytes there.
-            weights: `[T, P]` float32; then weight * row is added (product and sum each rounded). Weights without a
-                route are not read.
+            weights: `[T, P]` float32 (float64 beside float64 rows); then weight * row is added (product and sum each
+                rounded). Weights without a route are not read.
         """
         ...
 
-    def pull_values(self, routes: Tensor, addresses: Sequence[int]) -> Tensor:
-        """Fetches one float32 value per route: the inverse of `push_values`.
+    def pull_values(self, routes: Tensor, addresses: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Fetches one value per route: the inverse of `push_values`.
+
+        Arguments:
+            routes: `[T, P]` int64.
+            addresses: of value 0 at each rank.
+            dtype: of the values, float32 or float64.
 
         Returns:
-            `[T, P]` float32; 0 where there is no route.
+            `[T, P]` of `dtype`; 0 where there is no route.
         """
         ...
 
     def pull_flat_values(
-        self, topk_idx: Tensor, routes: Tensor, expert_rank: Tensor, addresses: Sequence[int]
+        self,
+        topk_idx: Tensor,
+        routes: Tensor,
+        expert_rank: Tensor,
+        addresses: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Fetches one float32 value per (token, k) from flat rows of K values.
+        """Fetches one value per (token, k) from flat rows of K values.
 
         Arguments:
             topk_idx: as in `count_routes`.
             routes: `[T, P]` int64 from `plan_flat`.
             expert_rank: `[E]` int32.
-            addresses: of row 0 of `[N, K]` float32 at each rank.
+            addresses: of row 0 of `[N, K]` values at each rank.
+            dtype: of the values, float32 or float64.
 
         Returns:
-            `[T, K]` float32: column k of the token's row at the rank of its expert k; 0 where the id is -1.
+            `[T, K]` of `dtype`: column k of the token's row at the rank of its expert k; 0 where the id is -1.
         """
         ...
 
@@ -185,10 +204,10 @@ class RowKernels(Protocol):
         Arguments:
             g: `[N, H]` float64, float32, bfloat16 or float16, contiguous.
             y: `[N, H]`, dtype of g, contiguous.
-            weights: `[N]` float32.
+            weights: `[N]` float32 (float64 beside float64 rows).
 
         Returns:
-            weights * g `[N, H]`, rounded once; and the sum over columns of g * y `[N]` float32, made in fp32 (fp64 for
-            fp64) in the order stated at `NUM_DOT_LANES`.
+            weights * g `[N, H]`, rounded once; and the sum over columns of g * y `[N]`, made and given in the dtype of
+            the weights, in the order stated at `NUM_DOT_LANES`.
         """
         ...

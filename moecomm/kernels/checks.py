@@ -7,7 +7,16 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["FLOAT_FORMATS", "check_floating", "check_ids", "check_matrix", "check_tensor", "format_number"]
+__all__ = [
+    "FLOAT_FORMATS",
+    "check_floating",
+    "check_ids",
+    "check_matrix",
+    "check_tensor",
+    "check_values",
+    "format_number",
+    "value_bytes",
+]
 
 FLOAT_FORMATS = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """The dtypes that rows can be added in, with their numbers in the native code."""
@@ -38,6 +47,20 @@ def check_floating(name: str, tensor: Tensor) -> int:
     number = format_number(name, tensor.dtype)
     check_matrix(name, tensor, tensor.dtype)
     return number
+
+
+def value_bytes(name: str, dtype: torch.dtype) -> int:
+    """Refuses a dtype that values beside rows cannot have; gives the bytes of one."""
+    if dtype is not torch.float32 and dtype is not torch.float64:
+        raise TypeError(f"{name} is {dtype}; wanted torch.float32 or torch.float64")
+    return dtype.itemsize
+
+
+def check_values(name: str, tensor: Tensor, shape: tuple[int, ...]) -> int:
+    """Refuses a tensor that is not contiguous float32 or float64 on the CPU with this shape; gives a value's bytes."""
+    num_bytes = value_bytes(name, tensor.dtype)
+    check_tensor(name, tensor, tensor.dtype, shape)
+    return num_bytes
 
 
 def check_ids(name: str, tensor: Tensor) -> Tensor:

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from moecomm import _C
-from moecomm.kernels.checks import check_floating, check_ids, check_matrix, check_tensor, format_number
+from moecomm.kernels.base import weights_dtype
+from moecomm.kernels.checks import (
+    check_floating,
+    check_ids,
+    check_matrix,
+    check_tensor,
+    check_values,
+    format_number,
+    value_bytes,
+)
 
 __all__ = ["CpuRowKernels"]
 
@@ -108,7 +117,7 @@ class CpuRowKernels:
             )
             return
         number = format_number("rows", rows.dtype)
-        check_tensor("weights", weights, torch.float32, (num_tokens, num_slots))
+        check_tensor("weights", weights, weights_dtype(rows.dtype), (num_tokens, num_slots))
         _C.push_weighted_rows(
             rows.data_ptr(),
             row_stride * itemsize,
@@ -124,8 +133,8 @@ class CpuRowKernels:
     def push_values(self, values: Tensor, routes: Tensor, addresses: Sequence[int]) -> None:
         check_matrix("routes", routes, torch.int64)
         num_tokens, num_slots = routes.shape
-        check_tensor("values", values, torch.float32, (num_tokens, num_slots))
-        _C.push_values(values.data_ptr(), routes.data_ptr(), num_tokens, num_slots, addresses)
+        num_bytes = check_values("values", values, (num_tokens, num_slots))
+        _C.push_values(values.data_ptr(), num_bytes, routes.data_ptr(), num_tokens, num_slots, addresses)
 
     def push_flat_metadata(
         self,
@@ -147,9 +156,9 @@ class CpuRowKernels:
         check_tensor("expert_local", expert_local, torch.int32, (num_experts,))
         if (topk_weights is None) != (weight_addresses is None):
             raise ValueError("topk_weights and weight_addresses must be given together or both be None")
-        weights_address = 0
+        weights_address, num_bytes = 0, 0
         if topk_weights is not None:
-            check_tensor("topk_weights", topk_weights, torch.float32, (num_tokens, num_topk))
+            num_bytes = check_values("topk_weights", topk_weights, (num_tokens, num_topk))
             weights_address = topk_weights.data_ptr()
         is_int64 = ids.dtype is torch.int64
         _C.push_flat_metadata(
@@ -161,6 +170,7 @@ class CpuRowKernels:
             expert_local.data_ptr(),
             num_experts,
             weights_address,
+            num_bytes,
             routes.data_ptr(),
             routes.shape[1],
             idx_addresses,
@@ -178,21 +188,28 @@ class CpuRowKernels:
             raise ValueError(f"out has {out.shape[0]} rows; routes has {num_tokens}")
         weights_address = 0
         if weights is not None:
-            check_tensor("weights", weights, torch.float32, (num_tokens, num_slots))
+            check_tensor("weights", weights, weights_dtype(out.dtype), (num_tokens, num_slots))
             weights_address = weights.data_ptr()
         _C.combine_rows(
             out.data_ptr(), num_tokens, hidden, number, routes.data_ptr(), num_slots, addresses, weights_address
         )
 
-    def pull_values(self, routes: Tensor, addresses: Sequence[int]) -> Tensor:
+    def pull_values(self, routes: Tensor, addresses: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
         check_matrix("routes", routes, torch.int64)
         num_tokens, num_slots = routes.shape
-        out = torch.empty(num_tokens, num_slots)
-        _C.pull_values(out.data_ptr(), routes.data_ptr(), num_tokens, num_slots, addresses)
+        num_bytes = value_bytes("dtype", dtype)
+        out = torch.empty(num_tokens, num_slots, dtype=dtype)
+        _C.pull_values(out.data_ptr(), num_bytes, routes.data_ptr(), num_tokens, num_slots, addresses)
         return out
 
     def pull_flat_values(
-        self, topk_idx: Tensor, routes: Tensor, expert_rank: Tensor, addresses: Sequence[int]
+        self,
+        topk_idx: Tensor,
+        routes: Tensor,
+        expert_rank: Tensor,
+        addresses: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         ids = check_ids("topk_idx", topk_idx)
         num_tokens, num_topk = ids.shape
@@ -201,10 +218,12 @@ class CpuRowKernels:
         if routes.shape[0] != num_tokens:
             raise ValueError(f"routes has {routes.shape[0]} rows; topk_idx has {num_tokens}")
         check_tensor("expert_rank", expert_rank, torch.int32, (num_experts,))
-        out = torch.empty(num_tokens, num_topk)
+        num_bytes = value_bytes("dtype", dtype)
+        out = torch.empty(num_tokens, num_topk, dtype=dtype)
         is_int64 = ids.dtype is torch.int64
         _C.pull_flat_values(
             out.data_ptr(),
+            num_bytes,
             ids.data_ptr(),
             is_int64,
             num_tokens,
@@ -221,9 +240,9 @@ class CpuRowKernels:
         number = check_floating("g", g)
         num_rows, hidden = g.shape
         check_tensor("y", y, g.dtype, (num_rows, hidden))
-        check_tensor("weights", weights, torch.float32, (num_rows,))
+        check_tensor("weights", weights, weights_dtype(g.dtype), (num_rows,))
         scaled = torch.empty_like(g)
-        dots = torch.empty(num_rows)
+        dots = torch.empty_like(weights)
         _C.scale_dot(
             scaled.data_ptr(),
             dots.data_ptr(),

@@ -12,8 +12,16 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moecomm.kernels.base import NUM_DOT_LANES, make_route, rank_of, row_of
-from moecomm.kernels.checks import check_floating, check_ids, check_matrix, check_tensor, format_number
+from moecomm.kernels.base import NUM_DOT_LANES, make_route, rank_of, row_of, weights_dtype
+from moecomm.kernels.checks import (
+    check_floating,
+    check_ids,
+    check_matrix,
+    check_tensor,
+    check_values,
+    format_number,
+    value_bytes,
+)
 
 __all__ = ["ReferenceRowKernels"]
 
@@ -26,10 +34,6 @@ def _row_at(route: int, addresses: Sequence[int], row_bytes: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     address = addresses[rank_of(route)] + row_of(route) * row_bytes
     return torch.frombuffer((ctypes.c_uint8 * row_bytes).from_address(address), dtype=torch.uint8)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,19 +109,19 @@ class ReferenceRowKernels:
         check_matrix("routes", routes, torch.int64)
         if weights is not None:
             format_number("rows", rows.dtype)
-            check_tensor("weights", weights, torch.float32, tuple(routes.shape))
+            check_tensor("weights", weights, weights_dtype(rows.dtype), tuple(routes.shape))
         for t, slots in enumerate(routes.tolist()):
             for p, route in enumerate(slots):
                 if route < 0:
                     continue
                 row = rows[t]
                 if weights is not None:
-                    wide = _wide(rows.dtype)
-                    row = _rounded(weights[t, p].to(wide) * row.to(wide), rows.dtype)
+                    row = _rounded(weights[t, p] * row.to(weights.dtype), rows.dtype)
                 raw = row.contiguous().view(torch.uint8) if row.numel() else torch.empty(0, dtype=torch.uint8)
                 _row_at(route, addresses, raw.numel()).copy_(raw)
 
     def push_values(self, values: Tensor, routes: Tensor, addresses: Sequence[int]) -> None:
+        check_values("values", values, tuple(routes.shape))
         self.push_rows(values.reshape(-1, 1), routes.reshape(-1, 1), addresses)
 
     def push_flat_metadata(
@@ -131,6 +135,8 @@ class ReferenceRowKernels:
         weight_addresses: Sequence[int] | None,
     ) -> None:
         ids = check_ids("topk_idx", topk_idx).long()
+        if topk_weights is not None:
+            check_values("topk_weights", topk_weights, tuple(topk_idx.shape))
         for t, slots in enumerate(routes.tolist()):
             for route in slots:
                 if route < 0:
@@ -141,13 +147,15 @@ class ReferenceRowKernels:
                 _row_at(route, idx_addresses, 4 * local.numel()).copy_(local.to(torch.int32).view(torch.uint8))
                 if topk_weights is not None and weight_addresses is not None:
                     kept = torch.where(is_there, topk_weights[t], 0.0)
-                    _row_at(route, weight_addresses, 4 * kept.numel()).copy_(kept.view(torch.uint8))
+                    _row_at(route, weight_addresses, kept.nbytes).copy_(kept.view(torch.uint8))
 
     def combine_rows(
         self, out: Tensor, routes: Tensor, addresses: Sequence[int], *, weights: Tensor | None = None
     ) -> None:
         check_floating("out", out)
-        wide = _wide(out.dtype)
+        wide = weights_dtype(out.dtype)
+        if weights is not None:
+            check_tensor("weights", weights, wide, tuple(routes.shape))
         row_bytes = out.shape[1] * out.element_size()
         for t, slots in enumerate(routes.tolist()):
             acc = torch.zeros(out.shape[1], dtype=wide)
@@ -155,35 +163,44 @@ class ReferenceRowKernels:
                 if route < 0:
                     continue
                 row = _row_at(route, addresses, row_bytes).view(out.dtype).to(wide)
-                acc = acc + (row if weights is None else weights[t, p].to(wide) * row)
+                acc = acc + (row if weights is None else weights[t, p] * row)
             out[t] = _rounded(acc, out.dtype)
 
-    def pull_values(self, routes: Tensor, addresses: Sequence[int]) -> Tensor:
-        out = torch.zeros(routes.shape)
+    def pull_values(self, routes: Tensor, addresses: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+        num_bytes = value_bytes("dtype", dtype)
+        out = torch.zeros(routes.shape, dtype=dtype)
         for t, slots in enumerate(routes.tolist()):
             for p, route in enumerate(slots):
                 if route >= 0:
-                    out[t, p] = _row_at(route, addresses, 4).view(torch.float32)[0]
+                    out[t, p] = _row_at(route, addresses, num_bytes).view(dtype)[0]
         return out
 
     def pull_flat_values(
-        self, topk_idx: Tensor, routes: Tensor, expert_rank: Tensor, addresses: Sequence[int]
+        self,
+        topk_idx: Tensor,
+        routes: Tensor,
+        expert_rank: Tensor,
+        addresses: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         ids = check_ids("topk_idx", topk_idx)
-        out = torch.zeros(ids.shape)
+        row_bytes = value_bytes("dtype", dtype) * ids.shape[1]
+        out = torch.zeros(ids.shape, dtype=dtype)
         for t, slots in enumerate(routes.tolist()):
             route_to = {rank_of(route): route for route in slots if route >= 0}
             for k, expert in enumerate(ids[t].tolist()):
                 if expert >= 0:
-                    row = _row_at(route_to[int(expert_rank[expert])], addresses, 4 * ids.shape[1])
-                    out[t, k] = row.view(torch.float32)[k]
+                    row = _row_at(route_to[int(expert_rank[expert])], addresses, row_bytes)
+                    out[t, k] = row.view(dtype)[k]
         return out
 
     def scale_dot(self, g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         check_floating("g", g)
         check_tensor("y", y, g.dtype, tuple(g.shape))
-        wide = _wide(g.dtype)
-        scaled = _rounded(weights[:, None].to(wide) * g.to(wide), g.dtype)
+        wide = weights_dtype(g.dtype)
+        check_tensor("weights", weights, wide, (g.shape[0],))
+        scaled = _rounded(weights[:, None] * g.to(wide), g.dtype)
         padding = -g.shape[1] % NUM_DOT_LANES
         products = torch.nn.functional.pad(g.to(wide) * y.to(wide), (0, padding))
         lanes = torch.zeros(g.shape[0], NUM_DOT_LANES, dtype=wide)
@@ -193,4 +210,4 @@ class ReferenceRowKernels:
         while step:
             lanes = lanes[:, :step] + lanes[:, step : 2 * step]
             step //= 2
-        return scaled, _rounded(lanes[:, 0], torch.float32)
+        return scaled, _rounded(lanes[:, 0], wide)

@@ -97,11 +97,13 @@ Planned plan(const Case& one, bool flat) {
     return planned;
 }
 
+// Weight is double for fp64 rows and float for the others.
+template <class Weight>
 void rows_of_format(const Case& one, const Planned& planned, moecomm::Format format, Bytes& digest) {
     const int64_t row_bytes = one.num_columns * static_cast<int64_t>(moecomm::bytes_of(format));
     const auto size = static_cast<std::size_t>(one.num_tokens * row_bytes);
     const Bytes x = random_bytes(size + one.misalignment, 1);
-    const std::vector<float> weights = random_values<float>(planned.routes.size(), 2);
+    const std::vector<Weight> weights = random_values<Weight>(planned.routes.size(), 2);
     const moecomm::Rows rows{x.data() + one.misalignment, row_bytes, one.num_tokens, row_bytes};
 
     Memory plain(planned.rows, row_bytes, one.misalignment), scaled(planned.rows, row_bytes, one.misalignment);
@@ -110,39 +112,41 @@ void rows_of_format(const Case& one, const Planned& planned, moecomm::Format for
     plain.append_to(digest);
     scaled.append_to(digest);
 
-    for (const float* given : {static_cast<const float*>(nullptr), weights.data()}) {
+    for (const Weight* given : {static_cast<const Weight*>(nullptr), weights.data()}) {
         Bytes out(size);
         moecomm::combine_rows(out.data(), one.num_tokens, one.num_columns, format, planned.routes.data(), one.num_topk,
                               plain.addresses, given);
         digest.insert(digest.end(), out.begin(), out.end());
     }
     Bytes gradient(size);
-    std::vector<float> dots(static_cast<std::size_t>(one.num_tokens));
-    const std::vector<float> row_weights = random_values<float>(dots.size(), 3);
+    std::vector<Weight> dots(static_cast<std::size_t>(one.num_tokens));
+    const std::vector<Weight> row_weights = random_values<Weight>(dots.size(), 3);
     const Bytes y = random_bytes(size, 4);
     moecomm::scale_dot(gradient.data(), dots.data(), x.data() + one.misalignment, y.data(), row_weights.data(),
                        one.num_tokens, one.num_columns, format);
     digest.insert(digest.end(), gradient.begin(), gradient.end());
     const char* bytes = reinterpret_cast<const char*>(dots.data());
-    digest.insert(digest.end(), bytes, bytes + dots.size() * sizeof(float));
+    digest.insert(digest.end(), bytes, bytes + dots.size() * sizeof(Weight));
 }
 
+template <class Value>
 void small_things(const Case& one, const Planned& planned, bool flat, Bytes& digest) {
-    const std::vector<float> values = random_values<float>(planned.routes.size(), 5);
-    Memory pushed(planned.rows, sizeof(float), 0);
+    const std::vector<Value> values = random_values<Value>(planned.routes.size(), 5);
+    Memory pushed(planned.rows, sizeof(Value), 0);
     moecomm::push_values(values.data(), planned.routes.data(), one.num_tokens, one.num_topk, pushed.addresses);
     pushed.append_to(digest);
-    std::vector<float> back(values.size());
+    std::vector<Value> back(values.size());
     moecomm::pull_values(back.data(), planned.routes.data(), one.num_tokens, one.num_topk, pushed.addresses);
-    for (std::size_t i = 0; i < back.size(); ++i) EXPECT(back[i] == (planned.routes[i] < 0 ? 0.0f : values[i]));
+    for (std::size_t i = 0; i < back.size(); ++i) EXPECT(back[i] == (planned.routes[i] < 0 ? Value(0) : values[i]));
     if (!flat) return;
     const std::vector<int32_t> ranks = expert_rank(), locals = expert_local();
     const moecomm::Routing routing = routing_of(one, planned.topk_idx, ranks);
-    Memory ids(planned.rows, one.num_topk * 4, 0), floats(planned.rows, one.num_topk * 4, 0);
+    Memory ids(planned.rows, one.num_topk * 4, 0);
+    Memory floats(planned.rows, one.num_topk * static_cast<int64_t>(sizeof(Value)), 0);
     moecomm::push_flat_metadata(routing, locals.data(), values.data(), planned.routes.data(), one.num_topk,
                                 ids.addresses, floats.addresses);
     moecomm::pull_flat_values(back.data(), routing, planned.routes.data(), one.num_topk, floats.addresses);
-    for (std::size_t i = 0; i < back.size(); ++i) EXPECT(back[i] == (planned.topk_idx[i] < 0 ? 0.0f : values[i]));
+    for (std::size_t i = 0; i < back.size(); ++i) EXPECT(back[i] == (planned.topk_idx[i] < 0 ? Value(0) : values[i]));
     ids.append_to(digest);
     floats.append_to(digest);
 }
@@ -151,9 +155,11 @@ Bytes everything(const Case& one) {
     Bytes digest;
     for (bool flat : {false, true}) {
         const Planned planned = plan(one, flat);
-        for (int format = 0; format < moecomm::kNumFormats; ++format)
-            rows_of_format(one, planned, static_cast<moecomm::Format>(format), digest);
-        small_things(one, planned, flat, digest);
+        rows_of_format<double>(one, planned, moecomm::Format::fp64, digest);
+        for (auto format : {moecomm::Format::fp32, moecomm::Format::bf16, moecomm::Format::fp16})
+            rows_of_format<float>(one, planned, format, digest);
+        small_things<float>(one, planned, flat, digest);
+        small_things<double>(one, planned, flat, digest);
     }
     return digest;
 }

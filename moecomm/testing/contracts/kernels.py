@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moecomm.kernels.base import ROW_BITS, RowKernels
+from moecomm.kernels.base import ROW_BITS, RowKernels, weights_dtype
 from moecomm.kernels.registry import kernels_for
 from moecomm.placement import Placement
 from moecomm.testing.compare import assert_bitwise_equal, expect
@@ -119,7 +119,8 @@ def check_pushed_rows(kernels: RowKernels) -> None:
         for dtype in _CARRIED:
             for columns in (1, 7, 130):
                 rows = random_rows((routes.shape[0], columns + 3), dtype, name)[:, :columns]
-                weights = random_rows(tuple(routes.shape), torch.float32, "weights").masked_fill(routes < 0, torch.nan)
+                weights = random_rows(tuple(routes.shape), weights_dtype(dtype), "weights")
+                weights.masked_fill_(routes < 0, torch.nan)
                 for scale in (None, weights) if dtype in _SUMMABLE else (None,):
                     got, want = (Memory(num_rows, columns, dtype) for _ in range(2))
                     kernels.push_rows(rows, routes, got.addresses, weights=scale)
@@ -135,7 +136,8 @@ def check_combined_rows(kernels: RowKernels) -> None:
                 memory = Memory(num_rows, columns, dtype)
                 for rank, part in enumerate(memory.parts):
                     part.copy_(random_rows((num_rows, columns), dtype, f"{name} {rank}").view(torch.uint8).reshape(-1))
-                weights = random_rows(tuple(routes.shape), torch.float32, "weights").masked_fill(routes < 0, torch.nan)
+                weights = random_rows(tuple(routes.shape), weights_dtype(dtype), "weights")
+                weights.masked_fill_(routes < 0, torch.nan)
                 for scale in (None, weights):
                     got, want = (torch.full((routes.shape[0], columns), 3.0, dtype=dtype) for _ in range(2))
                     kernels.combine_rows(got, routes, memory.addresses, weights=scale)
@@ -146,30 +148,32 @@ def check_combined_rows(kernels: RowKernels) -> None:
 def check_values(kernels: RowKernels) -> None:
     """One number per route, there and back."""
     for name, _, routes, num_rows in _cases():
-        values = random_rows(tuple(routes.shape), torch.float32, name)
-        got, want = (Memory(num_rows, 1, torch.float32) for _ in range(2))
-        kernels.push_values(values, routes, got.addresses)
-        kernels_for("reference").push_values(values, routes, want.addresses)
-        assert_bitwise_equal(got.bytes, want.bytes, f"push_values, {name}")
-        back = kernels.pull_values(routes, want.addresses)
-        assert_bitwise_equal(back, values.masked_fill(routes < 0, 0.0), f"pull_values, {name}")
+        for dtype in (torch.float32, torch.float64):
+            values = random_rows(tuple(routes.shape), dtype, name)
+            got, want = (Memory(num_rows, 1, dtype) for _ in range(2))
+            kernels.push_values(values, routes, got.addresses)
+            kernels_for("reference").push_values(values, routes, want.addresses)
+            assert_bitwise_equal(got.bytes, want.bytes, f"push_values, {name}, {dtype}")
+            back = kernels.pull_values(routes, want.addresses, dtype=dtype)
+            assert_bitwise_equal(back, values.masked_fill(routes < 0, 0.0), f"pull_values, {name}, {dtype}")
 
 
 def check_flat_metadata(kernels: RowKernels) -> None:
     """Local ids and weights of flat rows, and values fetched from such rows."""
+    experts = (_PLACEMENT.expert_rank, _PLACEMENT.expert_local)
     for name, topk_idx in _routings():
         routes = _planned(kernels_for("reference"), "flat", topk_idx)
         num_rows, num_topk = topk_idx.shape[0] + 3, topk_idx.shape[1]
-        weights = random_rows(tuple(topk_idx.shape), torch.float32, name)
-        ids = [Memory(num_rows, num_topk, torch.int32) for _ in range(2)]
-        floats = [Memory(num_rows, num_topk, torch.float32) for _ in range(2)]
-        experts = (_PLACEMENT.expert_rank, _PLACEMENT.expert_local)
-        for one, idx, weight in zip((kernels, kernels_for("reference")), ids, floats, strict=True):
-            one.push_flat_metadata(topk_idx, weights, routes, *experts, idx.addresses, weight.addresses)
-        assert_bitwise_equal(ids[0].bytes, ids[1].bytes, f"push_flat_metadata, {name}: ids")
-        assert_bitwise_equal(floats[0].bytes, floats[1].bytes, f"push_flat_metadata, {name}: weights")
-        back = kernels.pull_flat_values(topk_idx, routes, _PLACEMENT.expert_rank, floats[1].addresses)
-        assert_bitwise_equal(back, weights.masked_fill(topk_idx < 0, 0.0), f"pull_flat_values, {name}")
+        for dtype in (torch.float32, torch.float64):
+            weights = random_rows(tuple(topk_idx.shape), dtype, name)
+            ids = [Memory(num_rows, num_topk, torch.int32) for _ in range(2)]
+            table = [Memory(num_rows, num_topk, dtype) for _ in range(2)]
+            for one, idx, weight in zip((kernels, kernels_for("reference")), ids, table, strict=True):
+                one.push_flat_metadata(topk_idx, weights, routes, *experts, idx.addresses, weight.addresses)
+            assert_bitwise_equal(ids[0].bytes, ids[1].bytes, f"push_flat_metadata, {name}: ids")
+            assert_bitwise_equal(table[0].bytes, table[1].bytes, f"push_flat_metadata, {name}: weights, {dtype}")
+            back = kernels.pull_flat_values(topk_idx, routes, _PLACEMENT.expert_rank, table[1].addresses, dtype=dtype)
+            assert_bitwise_equal(back, weights.masked_fill(topk_idx < 0, 0.0), f"pull_flat_values, {name}, {dtype}")
 
 
 def check_scale_dot(kernels: RowKernels) -> None:
@@ -177,7 +181,7 @@ def check_scale_dot(kernels: RowKernels) -> None:
     for dtype in _SUMMABLE:
         for num_rows, columns in ((0, 4), (1, 1), (6, 31), (5, 32), (3, 1000)):
             g, y = (random_rows((num_rows, columns), dtype, name) for name in ("g", "y"))
-            weights = random_rows((num_rows, 1), torch.float32, "weights")[:, 0].contiguous()
+            weights = random_rows((num_rows, 1), weights_dtype(dtype), "weights")[:, 0].contiguous()
             got, want = (one.scale_dot(g, y, weights) for one in (kernels, kernels_for("reference")))
             for name, a, b in zip(("scaled", "dots"), got, want, strict=True):
                 assert_bitwise_equal(a, b, f"scale_dot, {dtype} {num_rows} x {columns}: {name}")
