@@ -66,8 +66,8 @@ def reference_dispatch(
         expert_alignment: pads the rows of each expert (expert_major).
     """
     experts = _local_experts(num_experts, len(xs), rank)
-    counts = torch.tensor([sum(int((idx == e).sum()) for idx in topk_idxs) for e in experts], dtype=torch.int64)
-    padded = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
+    counts = _routes_per_expert(topk_idxs, num_experts)[experts.start : experts.stop]
+    padded = _rounded_up(counts, expert_alignment)
     sources = _sources(topk_idxs, experts, layout, expert_alignment)
     source_rank, token, choice = sources.unbind(1)
     is_row = source_rank >= 0
@@ -165,21 +165,39 @@ def _local_experts(num_experts: int, num_ranks: int, rank: int) -> range:
 
 
 def _sources(topk_idxs: Sequence[Tensor], experts: range, layout: str, expert_alignment: int) -> Tensor:
-    """Source rank, token and k of every row, `[N, 3]`, in the canonical order; nonzero() lists in that order, too."""
-    blocks: list[Tensor] = [torch.empty(0, 3, dtype=torch.int64)]
-    if layout == "expert_major":
-        for expert in experts:
-            routes = [_with_rank(source, (idx == expert).nonzero()) for source, idx in enumerate(topk_idxs)]
-            count = sum(block.shape[0] for block in routes)
-            blocks += [*routes, torch.full((-count % expert_alignment, 3), -1)]
-    elif layout == "flat":
-        for source, idx in enumerate(topk_idxs):
-            chosen = ((idx >= experts.start) & (idx < experts.stop)).any(dim=1).nonzero()
-            blocks.append(_with_rank(source, torch.cat([chosen, torch.full_like(chosen, -1)], dim=1)))
-    else:
+    """Source rank, token and k of every row, `[N, 3]`, in the canonical order; -1 for padding, and for k in flat."""
+    if layout == "flat":
+        return torch.cat([_flat_rows(source, idx, experts) for source, idx in enumerate(topk_idxs)])
+    if layout != "expert_major":
         raise ValueError(f"layout must be 'expert_major' or 'flat', got {layout!r}")
-    return torch.cat(blocks)
+    # nonzero lists by token, then k; so the routes are listed by source, token, k, and a stable sort keeps that order.
+    routes = torch.cat([_routes_of(source, idx, experts) for source, idx in enumerate(topk_idxs)])
+    local_expert, order = routes[:, 0].sort(stable=True)
+    counts = torch.bincount(local_expert, minlength=len(experts))
+    padded = _rounded_up(counts, expert_alignment)
+    # Each row moves down by the padding of the experts before its own.
+    padding_before = (padded - counts).cumsum(0) - (padded - counts)
+    rows = torch.full((int(padded.sum()), 3), -1)
+    rows[torch.arange(len(routes)) + padding_before[local_expert]] = routes[order, 1:]
+    return rows
 
 
-def _with_rank(source: int, token_and_choice: Tensor) -> Tensor:
-    return torch.cat([torch.full((token_and_choice.shape[0], 1), source), token_and_choice], dim=1)
+def _routes_of(source: int, idx: Tensor, experts: range) -> Tensor:
+    """Local expert, source rank, token and k of each route of a rank to these experts, by token, then k."""
+    token, choice = ((idx >= experts.start) & (idx < experts.stop)).nonzero().unbind(1)
+    expert = idx[token, choice].to(torch.int64) - experts.start
+    return torch.stack([expert, torch.full_like(token, source), token, choice], dim=1)
+
+
+def _flat_rows(source: int, idx: Tensor, experts: range) -> Tensor:
+    token = ((idx >= experts.start) & (idx < experts.stop)).any(dim=1).nonzero()[:, 0]
+    return torch.stack([torch.full_like(token, source), token, torch.full_like(token, -1)], dim=1)
+
+
+def _routes_per_expert(topk_idxs: Sequence[Tensor], num_experts: int) -> Tensor:
+    chosen = torch.cat([idx[idx >= 0].to(torch.int64) for idx in topk_idxs])
+    return torch.bincount(chosen, minlength=num_experts)
+
+
+def _rounded_up(counts: Tensor, multiple: int) -> Tensor:
+    return (counts + multiple - 1) // multiple * multiple
