@@ -3,6 +3,7 @@
 
 namespace moecomm {
 void bind_cpu(pybind11::module_& m);
+void bind_eager(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
 void bind_sync(pybind11::module_& m);
 }  // namespace moecomm
@@ -10,6 +11,7 @@ void bind_sync(pybind11::module_& m);
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Native part of moecomm: rows, memory and counters on raw addresses.";
     moecomm::bind_cpu(m);
+    moecomm::bind_eager(m);
     moecomm::bind_memory(m);
     moecomm::bind_sync(m);
 }

@@ -14,8 +14,12 @@ std::size_t round_up(std::size_t nbytes) {
 
 }  // namespace
 
-Arena::Arena(std::shared_ptr<Mapping> mapping, std::size_t limit) : mapping_(std::move(mapping)), limit_(limit) {
-    holes_[0] = mapping_->nbytes() / kGranularity * kGranularity;
+Arena::Arena(std::shared_ptr<Mapping> mapping, std::size_t limit, std::size_t begin, std::size_t nbytes)
+    : mapping_(std::move(mapping)), limit_(limit) {
+    MC_CHECK(begin % kGranularity == 0 && begin <= mapping_->nbytes() && nbytes <= mapping_->nbytes() - begin,
+             "Arena: the range lies outside the mapping");
+    const std::size_t size = nbytes / kGranularity * kGranularity;
+    if (size > 0) holes_[begin] = size;
 }
 
 std::optional<std::size_t> Arena::allocate(std::size_t nbytes) {

@@ -23,8 +23,9 @@ struct ArenaUsage {
 
 class Arena {
   public:
-    // The mapping's size is address space; `limit` is what may be alive at once (the rest absorbs fragmentation).
-    Arena(std::shared_ptr<Mapping> mapping, std::size_t limit);
+    // Blocks lie in [begin, begin + nbytes) of the mapping, which is address space; `limit` is what may be alive at
+    // once (the rest absorbs fragmentation). begin must be a multiple of kGranularity.
+    Arena(std::shared_ptr<Mapping> mapping, std::size_t limit, std::size_t begin, std::size_t nbytes);
 
     // Offset of a block of at least `nbytes`, or nothing when the limit does not allow it.
     std::optional<std::size_t> allocate(std::size_t nbytes);

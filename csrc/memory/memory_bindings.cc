@@ -1,6 +1,8 @@
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 
 #include "memory/arena.h"
 #include "memory/mapping.h"
@@ -47,7 +49,12 @@ void bind_memory(py::module_& m) {
         .def_readonly("num_allocations", &ArenaUsage::num_allocations);
 
     py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena", "Blocks of one mapping, lowest address first.")
-        .def(py::init<std::shared_ptr<Mapping>, std::size_t>(), py::arg("mapping"), py::arg("limit"))
+        .def(py::init([](std::shared_ptr<Mapping> mapping, std::size_t limit, std::size_t begin,
+                         std::optional<std::size_t> nbytes) {
+                 const std::size_t rest = mapping->nbytes() > begin ? mapping->nbytes() - begin : 0;
+                 return std::make_shared<Arena>(std::move(mapping), limit, begin, nbytes.value_or(rest));
+             }),
+             py::arg("mapping"), py::arg("limit"), py::arg("begin") = 0, py::arg("nbytes") = py::none())
         .def(
             "allocate",
             [](const std::shared_ptr<Arena>& self, std::size_t nbytes) -> std::unique_ptr<Block> {

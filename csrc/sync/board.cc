@@ -59,6 +59,8 @@ SignalBoard::SignalBoard(int rank, int num_slots, std::vector<std::uint64_t> boa
       num_slots_(num_slots),
       boards_(std::move(boards)),
       spin_ns_(spin_ns),
+      waited_ns_(boards_.size()),
+      longest_wait_ns_(boards_.size()),
       mappings_(std::move(mappings)) {
     static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "counters are shared between processes");
     MC_CHECK(boards_.size() == pids.size(), "SignalBoard: one board and one pid per rank");
@@ -125,16 +127,37 @@ bool SignalBoard::lost(int slot, std::uint64_t at_least) const {
     return false;
 }
 
+void SignalBoard::note_wait(int source, std::int64_t start_ns) {
+    const std::int64_t waited = now_ns() - start_ns;
+    waited_ns_[source] += waited;
+    if (waited > longest_wait_ns_[source]) longest_wait_ns_[source] = waited;
+}
+
+// Strikes those that have come off the list of the late.
+bool SignalBoard::all_arrived(int slot, std::uint64_t at_least, std::int64_t start_ns, std::vector<int>& late) {
+    for (std::size_t i = 0; i < late.size();) {
+        if (counter(rank_, slot, late[i]).load(std::memory_order_seq_cst) < at_least) {
+            ++i;
+            continue;
+        }
+        note_wait(late[i], start_ns);
+        late.erase(late.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+    return late.empty();
+}
+
 WaitStatus SignalBoard::wait(int slot, std::uint64_t at_least, std::int64_t timeout_ns) {
     MC_CHECK(slot >= 0 && slot < num_slots_, "wait: slot out of range");
     if (reached(slot, at_least)) return WaitStatus::kReached;
     const std::int64_t start = now_ns();
+    std::vector<int> late;
+    for (int source = 0; source < num_ranks_; ++source) late.push_back(source);
     if (spin_ns_ > 0) {
         const std::int64_t spin_until = start + (spin_ns_ < timeout_ns ? spin_ns_ : timeout_ns);
         do {
             for (int i = 0; i < 32; ++i) {
                 relax();
-                if (reached(slot, at_least)) return WaitStatus::kReached;
+                if (all_arrived(slot, at_least, start, late)) return WaitStatus::kReached;
             }
         } while (now_ns() < spin_until);
     }
@@ -142,14 +165,15 @@ WaitStatus SignalBoard::wait(int slot, std::uint64_t at_least, std::int64_t time
     for (;;) {
         mine.sleepers.fetch_add(1, std::memory_order_seq_cst);
         const std::uint32_t seen = mine.doorbell.load(std::memory_order_seq_cst);
-        const bool done = reached(slot, at_least);
+        const bool done = all_arrived(slot, at_least, start, late);
         const std::int64_t left = start + timeout_ns - now_ns();
         const bool gone_before = !done && lost(slot, at_least);
         if (!done && !gone_before && left > 0) futex_wait(mine.doorbell, seen, left < kSliceNs ? left : kSliceNs);
         mine.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-        if (reached(slot, at_least)) return WaitStatus::kReached;
-        if (gone_before) return WaitStatus::kLost;
-        if (left <= 0) return WaitStatus::kTimeout;
+        if (all_arrived(slot, at_least, start, late)) return WaitStatus::kReached;
+        if (!gone_before && left > 0) continue;
+        for (int source : late) note_wait(source, start);
+        return gone_before ? WaitStatus::kLost : WaitStatus::kTimeout;
     }
 }
 

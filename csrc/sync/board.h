@@ -42,6 +42,9 @@ class SignalBoard {
     std::uint64_t lane(int slot, int source) const;
     // The sum of all lanes of my slot.
     std::uint64_t total(int slot) const;
+    // How long waits have waited for each source, in nanoseconds: in all, and at most in one wait.
+    const std::vector<std::int64_t>& waited_ns() const { return waited_ns_; }
+    const std::vector<std::int64_t>& longest_wait_ns() const { return longest_wait_ns_; }
     // Ranks that have gone: their process has ended, or they said so.
     std::vector<int> gone() const;
     bool process_alive(int peer) const { return processes_[peer].alive(); }
@@ -56,6 +59,8 @@ class SignalBoard {
     std::atomic<std::uint64_t>& counter(int rank, int slot, int source) const;
     void ring(int rank);
     bool lost(int slot, std::uint64_t at_least) const;
+    void note_wait(int source, std::int64_t start_ns);
+    bool all_arrived(int slot, std::uint64_t at_least, std::int64_t start_ns, std::vector<int>& late);
 
     const int rank_;
     const int num_ranks_;
@@ -63,6 +68,8 @@ class SignalBoard {
     const std::vector<std::uint64_t> boards_;
     std::vector<PeerProcess> processes_;
     const std::int64_t spin_ns_;
+    std::vector<std::int64_t> waited_ns_;
+    std::vector<std::int64_t> longest_wait_ns_;
     const std::vector<std::shared_ptr<Mapping>> mappings_;
 };
 

@@ -50,6 +50,8 @@ void bind_sync(py::module_& m) {
         .def("wait", &wait_interruptible, py::arg("slot"), py::arg("at_least"), py::arg("timeout"))
         .def("reached", &SignalBoard::reached, py::arg("slot"), py::arg("at_least"))
         .def("lane", &SignalBoard::lane, py::arg("slot"), py::arg("source"))
+        .def("waited_ns", &SignalBoard::waited_ns)
+        .def("longest_wait_ns", &SignalBoard::longest_wait_ns)
         .def("gone", &SignalBoard::gone)
         .def("process_alive", &SignalBoard::process_alive, py::arg("peer"))
         .def("depart", &SignalBoard::depart)
