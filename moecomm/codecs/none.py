@@ -39,7 +39,8 @@ class PlainRows(RowFormat):
         weights: torch.Tensor | None,
     ) -> torch.Tensor:
         out = torch.empty((num_tokens, self.hidden), dtype=self.dtype)
-        self._kernels.combine_rows(out, routes, list(addresses[0]), weights=weights)
+        if self.hidden:  # memory of rows without numbers may have no address
+            self._kernels.combine_rows(out, routes, list(addresses[0]), weights=weights)
         return out
 
 

@@ -150,9 +150,11 @@ def _gradients(group: Group, transport: str, layout: Layout) -> None:
         for rank in range(group.size)
     ]
     ys = [_expert(one.x, one.topk_weights) for one in arrived]
+    loss = torch.zeros((), dtype=torch.float64)
     for rank, own_weights in enumerate(weights):
         home = _expected_home(case, ys, inputs, rank, own_weights if layout == "expert_major" else None)
-        torch.autograd.backward((home * random_rows(tuple(home.shape), torch.float64, f"g {rank}")).sum())
+        loss = loss + (home * random_rows(tuple(home.shape), torch.float64, f"g {rank}")).sum()
+    torch.autograd.backward(loss)
 
     x, own = leaves[0][group.rank], leaves[1][group.rank]
     with _communicator(group, transport, case) as communicator:
