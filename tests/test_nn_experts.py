@@ -68,6 +68,16 @@ def test_outputs_and_all_gradients(dtype, arithmetic, tolerance, hidden, interme
             assert (experts.down_proj.grad[expert] == 0).all()
 
 
+def test_rows_with_gaps_between_them():
+    experts = GroupedExperts(2, 6, 5, std=0.3)
+    wide = torch.randn(5, 8)
+    wide[:, 6:] = float("nan")
+    offsets = torch.tensor([2, 99, 5, 99], dtype=torch.int32)[::2]
+    plain = experts(wide[:, :6].contiguous(), offsets.contiguous())
+    assert torch.equal(experts(wide[:, :6], offsets), plain)
+    assert torch.equal(experts(wide[:, :6], offsets, out=torch.empty(5, 6)), plain)
+
+
 def test_no_rows_keep_the_graph():
     experts = GroupedExperts(3, 8, 4)
     x = torch.zeros(0, 8)

@@ -13,6 +13,7 @@ from moecomm.nn import (
     clip_grad_norm,
     dense_parameters,
     expert_parameters,
+    keep_exchanges,
     synchronize_gradients,
     take_aux_loss,
 )
@@ -207,7 +208,7 @@ def test_training_does_not_depend_on_the_number_of_ranks(ranks):
         assert torch.equal(state["router.weight"], merged["router.weight"])
 
 
-def checkpointed(group):
+def checkpointed(group, options):
     x, grad = tokens_of(group.size, group.rank)
     with make_communicator(group) as communicator:
         layer = make_layer(communicator, balance_coefficient=0.1)
@@ -218,7 +219,7 @@ def checkpointed(group):
         x.grad = None
         layer.zero_grad()
         before = communicator.stats["announcements"]
-        out = checkpoint(layer, x, use_reentrant=False)
+        out = checkpoint(layer, x, use_reentrant=False, **options)
         aux = take_aux_loss(layer)
         assert aux.requires_grad
         (out * grad).sum().backward()
@@ -229,12 +230,13 @@ def checkpointed(group):
         return torch.equal(out, plain), same, take_aux_loss(layer).item(), communicator.stats["announcements"] - before
 
 
-def test_activation_checkpointing_changes_nothing_and_leaves_no_graph_behind():
-    for same_out, same_gradients, left, announcements in launch(checkpointed, 2):
+@pytest.mark.parametrize(("options", "num_announcements"), [({}, 2), ({"context_fn": keep_exchanges}, 1)])
+def test_activation_checkpointing_changes_nothing_and_leaves_no_graph_behind(options, num_announcements):
+    for same_out, same_gradients, left, announcements in launch(checkpointed, 2, options):
         assert same_out
         assert all(same_gradients)
         assert left == 0
-        assert announcements <= 2
+        assert announcements == num_announcements
 
 
 def under_autocast(group):
@@ -279,6 +281,27 @@ def compiled(group):
 def test_compiled_layer_agrees_with_eager(ranks):
     for same in launch(compiled, ranks, backend="processes" if ranks > 1 else "threads", timeout=120):
         assert all(same)
+
+
+def compile_count(group):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    with make_communicator(group) as communicator:
+        layer = make_layer(communicator)
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+        counts = []
+        for num_tokens in (5, 9, 17, 4, 30):
+            x = torch.randn(num_tokens, HIDDEN, generator=generator(6))
+            torch.testing.assert_close(compiled(x), layer(x))
+            counts.append(counter.frame_count)
+    return counts
+
+
+def test_other_numbers_of_tokens_compile_nothing_again():
+    (counts,) = launch(compile_count, 1)
+    assert len(set(counts)) == 1
 
 
 def saved(group):

@@ -5,7 +5,9 @@ from moecomm.nn.gradients import clip_grad_norm, dense_parameters, expert_parame
 from moecomm.nn.grouped_swiglu import grouped_swiglu
 from moecomm.nn.layer import MoELayer, take_aux_loss
 from moecomm.nn.losses import load_balance_loss, router_z_loss
-from moecomm.nn.router import RouterOutput, TopKRouter
+from moecomm.nn.recompute import keep_exchanges
+from moecomm.nn.router import TopKRouter
+from moecomm.nn.router_output import RouterOutput
 
 __all__ = [
     "GroupedExperts",
@@ -16,6 +18,7 @@ __all__ = [
     "dense_parameters",
     "expert_parameters",
     "grouped_swiglu",
+    "keep_exchanges",
     "load_balance_loss",
     "router_z_loss",
     "synchronize_gradients",

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from moecomm.nn.experts import GroupedExperts
-from moecomm.nn.router import RouterOutput, TopKRouter
+from moecomm.nn.router import TopKRouter
+from moecomm.nn.router_output import RouterOutput
 
 if TYPE_CHECKING:
     from moecomm.communicator import Communicator
@@ -36,7 +37,8 @@ class MoELayer(nn.Module):
     Auxiliary losses of the router are not added to anything: call `take_aux_loss` after the forward and add what it
     returns to the loss.
 
-    Works under autocast (rows travel in its dtype), activation checkpointing (non-reentrant) and torch.compile.
+    Works under autocast (rows travel in its dtype), activation checkpointing (non-reentrant; see `keep_exchanges`) and
+    torch.compile (as one graph).
 
     Arguments:
         router: for H features, E experts and K routes per token, as `communicator`.
