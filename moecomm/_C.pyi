@@ -157,6 +157,19 @@ def receive_eager(
     offsets: int,
     /,
 ) -> tuple[int, int, int]: ...
+def copy_expert_rows(
+    out: int,
+    src: int,
+    row_bytes: int,
+    counts: int,
+    num_ranks: int,
+    num_experts: int,
+    first_expert: int,
+    num_local: int,
+    capacity: int,
+    alignment: int,
+    /,
+) -> None: ...
 
 # memory
 

@@ -10,8 +10,7 @@ from moecomm.handle import Handle
 
 __all__ = ["check_combine", "check_dispatch", "check_handle", "check_layout", "check_sizes"]
 
-_LAYOUTS = ("expert_major", "flat")
-_MODES = ("throughput",)
+_LAYOUTS = {"throughput": ("expert_major", "flat"), "low_latency": ("slab", "expert_major")}
 _SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -26,10 +25,10 @@ def _check_matrix(name: str, tensor: Any, shape: str) -> None:
 
 def check_layout(layout: str, expert_alignment: int, mode: str) -> None:
     """Checks the options of a dispatch."""
-    if mode not in _MODES:
-        raise ValueError(f"mode: unknown {mode!r}; available: {', '.join(_MODES)}")
-    if layout not in _LAYOUTS:
-        raise ValueError(f"layout: unknown {layout!r}; available: {', '.join(_LAYOUTS)}")
+    if mode not in _LAYOUTS:
+        raise ValueError(f"mode: unknown {mode!r}; available: {', '.join(_LAYOUTS)}")
+    if layout not in _LAYOUTS[mode]:
+        raise ValueError(f"layout: {layout!r} is not one of mode {mode!r}; available: {', '.join(_LAYOUTS[mode])}")
     if isinstance(expert_alignment, bool) or not isinstance(expert_alignment, int):
         raise TypeError(f"expert_alignment must be an int, got {type(expert_alignment).__name__}")
     if not 1 <= expert_alignment <= 2**20:

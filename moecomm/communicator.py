@@ -9,24 +9,38 @@ import logging
 import warnings
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from moecomm.algorithms.base import Returned
+from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.registry import make_session
 from moecomm.checks import check_sizes
 from moecomm.codecs.registry import make_codec
 from moecomm.exchanger import Exchanger
 from moecomm.groups import as_group
-from moecomm.handle import Handle, Received
+from moecomm.handle import Handle, Received, form_of, received_of
 from moecomm.placement import Placement
 from moecomm.work import Work
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "WaitingTimes"]
 
 _log = logging.getLogger("moecomm.communicator")
+_DEFAULT_LAYOUT: dict[str, Layout] = {"throughput": "expert_major", "low_latency": "slab"}
+
+
+class WaitingTimes(NamedTuple):
+    """Seconds that one rank's waits have lasted, by the rank waited for.
+
+    Attributes:
+        total: `[R]` float32: over all waits.
+        longest: `[R]` float32: in one wait.
+    """
+
+    total: torch.Tensor
+    longest: torch.Tensor
 
 
 class Communicator:
@@ -94,6 +108,13 @@ class Communicator:
         self.max_tokens_per_rank = max_tokens_per_rank
         self.max_in_flight = max_in_flight
         self.placement = Placement(num_experts, self.num_ranks)
+        sizes = EagerSizes(
+            num_ranks=self.num_ranks,
+            max_local_experts=-(-num_experts // self.num_ranks),
+            max_tokens_per_rank=max_tokens_per_rank,
+            max_topk=num_topk,
+            hidden=hidden,
+        )
         session, self.transport_name = make_session(
             self.group,
             self.placement,
@@ -101,7 +122,14 @@ class Communicator:
             max_in_flight=max_in_flight,
             memory_limit=memory_limit,
             timeout=timeout.total_seconds(),
-            agreed={"num_experts": num_experts, "hidden": hidden, "num_topk": num_topk, "codec": codec},
+            sizes=sizes,
+            agreed={
+                "num_experts": num_experts,
+                "hidden": hidden,
+                "num_topk": num_topk,
+                "max_tokens_per_rank": max_tokens_per_rank,
+                "codec": codec,
+            },
         )
         self._exchanger = Exchanger(
             session, make_codec(codec), self.placement, rank=self.rank, hidden=hidden, max_topk=num_topk
@@ -138,6 +166,16 @@ class Communicator:
         """Counters: `announcements` (count exchanges so far), receive memory alive, at its peak, ever touched."""
         return self._exchanger.session.statistics()
 
+    @property
+    def tokens_per_expert(self) -> torch.Tensor:
+        """`[E_local]` int64: routes that arrived for each local expert, over all dispatches so far; kept up to date."""
+        return self._exchanger.session.tokens_per_expert
+
+    @property
+    def waiting_times(self) -> WaitingTimes:
+        """How long this rank has waited for each rank, to find slow ones."""
+        return WaitingTimes(*map(torch.tensor, self._exchanger.session.waiting_times()))
+
     def dispatch(
         self,
         x: torch.Tensor,
@@ -145,7 +183,7 @@ class Communicator:
         topk_weights: torch.Tensor | None = None,
         *,
         mode: str = "throughput",
-        layout: Layout = "expert_major",
+        layout: Layout | None = None,
         expert_alignment: int = 1,
         handle: Handle | None = None,
     ) -> Received:
@@ -158,9 +196,12 @@ class Communicator:
                 one token gets two rows. None exactly if `handle` is given.
             topk_weights: `[T, K]` floating point or None: travel with the rows, in float32 (float64 beside float64
                 rows); not read where `topk_idx` is -1. Given on all ranks or on none.
-            mode: `throughput`.
-            layout: `expert_major`: one row per route, by local expert, source rank, source token, k. `flat`: one row
-                per token and rank, by source rank, source token.
+            mode: `throughput`: sizes are exchanged first, memory is what arrives, any T. `low_latency`: one hop and
+                shapes that depend only on the communicator's arguments, for T up to `max_tokens_per_rank`.
+            layout: `expert_major` (default of throughput): one row per route, by local expert, source rank, source
+                token, k; low latency: followed by zero rows up to a fixed N. `slab` (low latency only, and its
+                default): the same rows in one slab per local expert. `flat` (throughput only): one row per token and
+                rank, by source rank, source token.
             expert_alignment: expert_major: each local expert's rows are padded with zero rows to a multiple of it.
             handle: of an earlier dispatch: same routing, layout and alignment again, without exchanging counts.
 
@@ -172,6 +213,7 @@ class Communicator:
             MemoryLimitExceeded: some rank would receive too much; raised on all ranks, before anything is sent.
             CallMismatch, PeerTimeout, PeerLost, PeerFailed: the ranks did not all make the same call in time.
         """
+        layout = layout or _DEFAULT_LAYOUT.get(mode, "expert_major")
         if torch.compiler.is_compiling() or _requires_grad(x, topk_weights):
             return self._dispatch_op(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle, call=-1)
         exchanger = self._exchanger
@@ -187,7 +229,7 @@ class Communicator:
         topk_weights: torch.Tensor | None = None,
         *,
         mode: str = "throughput",
-        layout: Layout = "expert_major",
+        layout: Layout | None = None,
         expert_alignment: int = 1,
         handle: Handle | None = None,
     ) -> Work[Received]:
@@ -197,6 +239,7 @@ class Communicator:
             TooManyInFlight: `max_in_flight` calls are outstanding already.
             As `dispatch`; errors of the exchange come from `wait`.
         """
+        layout = layout or _DEFAULT_LAYOUT.get(mode, "expert_major")
         exchanger = self._exchanger
         call = exchanger.begin_dispatch(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle)
         if not _requires_grad(x, topk_weights):
@@ -213,9 +256,9 @@ class Communicator:
         over every transport and any number of ranks.
 
         Arguments:
-            y: `[N, H]`: row n is the expert's output for row n of `received.x`; padding rows are not read. float64,
-                float32, bfloat16 or float16. What lies in memory of `combine_buffer` (or is `received.x` itself) is not
-                copied.
+            y: `[N, H]` (slab: `[E_local, capacity, H]`): row n is the expert's output for row n of `received.x`;
+                padding rows are not read. float64, float32, bfloat16 or float16. What lies in memory of
+                `combine_buffer` (or is `received.x` itself) is not copied.
             handle: of the dispatch.
             topk_weights: `[T, K]` floating point: the sum is of weight * row; None: of the rows. expert_major only.
                 Not read where `topk_idx` is -1, where its gradient is 0.
@@ -226,6 +269,7 @@ class Communicator:
         Raises:
             As `dispatch`.
         """
+        y = _rows_of(y, handle)
         if torch.compiler.is_compiling() or _requires_grad(y, topk_weights):
             return self._combine_op(y, handle, topk_weights, call=-1)
         exchanger = self._exchanger
@@ -241,6 +285,7 @@ class Communicator:
             TooManyInFlight: `max_in_flight` calls are outstanding already.
             As `combine`; errors of the exchange come from `wait`.
         """
+        y = _rows_of(y, handle)
         exchanger = self._exchanger
         call = exchanger.begin_combine(y, handle, topk_weights)
         if not _requires_grad(y, topk_weights):
@@ -256,12 +301,14 @@ class Communicator:
             dtype: of the rows.
 
         Returns:
-            `[N, H]`, uninitialised; its memory returns when the last tensor on it dies.
+            `[N, H]` (slab: `[E_local, capacity, H]`), uninitialised; its memory returns when the last tensor on it
+            dies. In low-latency mode peers may read it until this rank has made `2 * max_in_flight` further calls.
 
         Raises:
             MemoryLimitExceeded: there is no memory for it.
         """
-        return self._exchanger.combine_buffer(handle, dtype)
+        rows = self._exchanger.combine_buffer(handle, dtype)
+        return rows.view(-1, handle.capacity, self.hidden) if handle.layout == "slab" else rows
 
     def trim(self) -> int:
         """Gives receive memory that is not in use back to the system; returns the bytes. Not collective."""
@@ -307,23 +354,21 @@ class Communicator:
         call: int,
     ) -> Received:
         ops = torch.ops.moecomm
-        weighted = topk_weights is not None
         if handle is None:
-            flat = layout == "flat"
             outputs = ops.dispatch(x, topk_idx, topk_weights, self.id, mode, layout, expert_alignment, call)
-            received, weights, local_idx, num_tokens_per_expert, offsets, *routing = outputs
-            routes, idx, counts, stamp = routing
-            handle = Handle(routes, idx, counts, stamp, layout, expert_alignment, received.shape[0], self.id)
+            received, weights, local_idx, num_tokens_per_expert, offsets, routes, idx, counts, stamp = outputs
+            capacity = self._exchanger.capacity(mode, layout, expert_alignment)
+            num_rows = received.shape[0]
+            handle = Handle(routes, idx, counts, stamp, layout, expert_alignment, num_rows, self.id, capacity)
         else:
-            flat = handle.layout == "flat"
             outputs = ops.dispatch_cached(x, topk_weights, *_spread(handle), self.id, handle.num_rows, call)
             received, weights, local_idx, num_tokens_per_expert, offsets = outputs
-        return Received(
+        return received_of(
             received,
-            weights if weighted else None,
-            local_idx if flat else None,
+            None if topk_weights is None else weights,
+            local_idx if handle.layout == "flat" else None,
             num_tokens_per_expert,
-            None if flat else offsets,
+            offsets,
             handle,
         )
 
@@ -337,7 +382,15 @@ class Communicator:
 
 def _spread(handle: Handle) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, str, int]:
     """A handle as the operators take it."""
-    return handle.routes, handle.topk_idx, handle.counts, handle.stamp, handle.layout, handle.expert_alignment
+    form = form_of(handle.layout, handle.capacity)
+    return handle.routes, handle.topk_idx, handle.counts, handle.stamp, form, handle.expert_alignment
+
+
+def _rows_of(y: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """`[E_local, capacity, H]` as `[N, H]`; anything else as it is, to be checked."""
+    if isinstance(y, torch.Tensor) and y.dim() == 3 and isinstance(handle, Handle) and handle.layout == "slab":
+        return y.flatten(0, 1) if y.shape[1] == handle.capacity else y
+    return y
 
 
 def _requires_grad(*tensors: torch.Tensor | None) -> bool:

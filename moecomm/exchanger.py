@@ -18,7 +18,7 @@ from moecomm.algorithms.signature import Operation
 from moecomm.checks import check_combine, check_dispatch, check_handle, check_layout
 from moecomm.codecs.base import Codec
 from moecomm.errors import CommunicatorClosed, RoutingChanged
-from moecomm.handle import Handle, Received
+from moecomm.handle import Handle, Received, received_of
 from moecomm.kernels.base import weights_dtype
 from moecomm.placement import Placement
 
@@ -71,6 +71,10 @@ class Exchanger:
         self._closed = False
         _live[self.id] = self
 
+    def capacity(self, mode: str, layout: str, expert_alignment: int) -> int:
+        """Rows of a dispatch of fixed shape (slab: per expert); 0 = as many as arrive."""
+        return self.session.algorithms[mode].capacity(layout, expert_alignment)
+
     def begin_dispatch(
         self,
         x: torch.Tensor,
@@ -88,11 +92,14 @@ class Exchanger:
         if make_room:
             self.session.make_room()
         try:
-            check_layout(layout, expert_alignment, mode)
             if handle is None:
+                check_layout(layout, expert_alignment, mode)
                 check_dispatch(x, topk_idx, topk_weights, hidden=self._hidden, max_topk=self._max_topk)
                 assert topk_idx is not None
-                routing = Routing(topk_idx, layout, expert_alignment)
+                algorithm = self.session.algorithms[mode]
+                algorithm.check_size(x.shape[0])
+                capacity = algorithm.capacity(layout, expert_alignment)
+                routing = Routing(topk_idx, layout, expert_alignment, capacity=capacity)
             else:
                 if topk_idx is not None:
                     raise ValueError("topk_idx must be None when a handle is given: the handle holds the routing")
@@ -106,6 +113,7 @@ class Exchanger:
                     max_topk=self._max_topk,
                     num_tokens=num_tokens,
                 )
+                algorithm = self.session.algorithms[handle.mode]
                 routing = _routing(handle)
             row_format = self._codec.row_format(self._hidden, x.dtype)
         except (ValueError, TypeError) as error:
@@ -113,7 +121,7 @@ class Exchanger:
             raise
         if x.stride(-1) != 1:
             x = x.contiguous()
-        return self.session.algorithms[mode].begin_dispatch(x, routing, row_format, _kept(topk_weights, x.dtype))
+        return algorithm.begin_dispatch(x, routing, row_format, _kept(topk_weights, x.dtype))
 
     def begin_combine(
         self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None, make_room: bool = False
@@ -148,7 +156,7 @@ class Exchanger:
             self.session.refuse(Operation.COMBINE, error)
             raise
         weights = _kept(topk_weights, y.dtype)
-        return self.session.algorithms["throughput"].begin_combine(
+        return self.session.algorithms[handle.mode].begin_combine(
             y.contiguous(), _routing(handle), row_format, topk_weights=weights, values=values
         )
 
@@ -164,7 +172,7 @@ class Exchanger:
         self.session.make_room()
         rows = values.new_empty((handle.num_rows, 0))
         row_format = self._codec.row_format(0, values.dtype)
-        call = self.session.algorithms["throughput"].begin_combine(
+        call = self.session.algorithms[handle.mode].begin_combine(
             rows, _routing(handle), row_format, topk_weights=None, values=values
         )
         returned: Returned = self.finish(call)
@@ -197,14 +205,11 @@ class Exchanger:
             routing.expert_alignment,
             arrival.x.shape[0],
             self.id,
+            routing.capacity,
+            routing.origin,
         )
-        return Received(
-            arrival.x,
-            arrival.topk_weights,
-            arrival.topk_idx,
-            arrival.num_tokens_per_expert,
-            None if routing.layout == "flat" else arrival.offsets,
-            handle,
+        return received_of(
+            arrival.x, arrival.topk_weights, arrival.topk_idx, arrival.num_tokens_per_expert, arrival.offsets, handle
         )
 
     def check_same_routing(self, expected: torch.Tensor, handle: Handle) -> None:
@@ -227,7 +232,9 @@ class Exchanger:
         """See `Communicator.combine_buffer`."""
         self._check_open()
         check_handle(handle, self.id)
-        return self.session.expose(handle.num_rows, self._codec.row_format(self._hidden, dtype))
+        return self.session.expose(
+            handle.num_rows, self._codec.row_format(self._hidden, dtype), is_fixed=handle.capacity > 0
+        )
 
     def trim(self) -> int:
         """See `Communicator.trim`."""
@@ -247,7 +254,16 @@ class Exchanger:
 
 
 def _routing(handle: Handle) -> Routing:
-    return Routing(handle.topk_idx, handle.layout, handle.expert_alignment, handle.routes, handle.counts, handle.stamp)
+    return Routing(
+        handle.topk_idx,
+        handle.layout,
+        handle.expert_alignment,
+        handle.routes,
+        handle.counts,
+        handle.stamp,
+        handle.capacity,
+        handle.origin,
+    )
 
 
 def _kept(topk_weights: torch.Tensor | None, rows: torch.dtype) -> torch.Tensor | None:

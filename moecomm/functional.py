@@ -7,9 +7,9 @@
     combine_adjoint   gradients of a weighted combine    (not differentiable)
 
 Operators take tensors and numbers only, so a handle travels as its tensors (`routes`, `topk_idx`, `counts`, `stamp`)
-and a communicator as its id. `call` is the number of a call that has begun already, or -1. Outputs that do not exist
-(no weights, no local ids) are empty tensors. `expected` is the stamp of the forward's routing; it differs from `stamp`
-if a recompute has routed differently.
+and a communicator as its id. A handle's `layout` is followed by `:capacity` where its shape is fixed. `call` is the
+number of a call that has begun already, or -1. Outputs that do not exist (no weights, no local ids) are empty tensors.
+`expected` is the stamp of the forward's routing; it differs from `stamp` if a recompute has routed differently.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _library.define(
 
 
 def _handle(exchanger: Exchanger, num_rows: int, *parts: Any) -> Handle:
-    routes, topk_idx, counts, stamp, layout, expert_alignment = parts
-    return Handle(routes, topk_idx, counts, stamp, layout, expert_alignment, num_rows, exchanger.id)
+    routes, topk_idx, counts, stamp, form, expert_alignment = parts
+    layout, _, capacity = form.partition(":")
+    return Handle(routes, topk_idx, counts, stamp, layout, expert_alignment, num_rows, exchanger.id, int(capacity or 0))
 
 
 def _arrival(exchanger: Exchanger, arrival: Arrival) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -176,7 +177,9 @@ def _dispatch_fake(
     expert_alignment: int,
     call: int,
 ) -> tuple[Tensor, ...]:
-    num_rows = torch.library.get_ctx().new_dynamic_size()
+    capacity = find_exchanger(comm).capacity(mode, layout, expert_alignment)
+    per_expert = find_exchanger(comm).num_local_experts if layout == "slab" else 1
+    num_rows = capacity * per_expert if capacity else torch.library.get_ctx().new_dynamic_size()
     counts_shape = find_exchanger(comm).counts_shape
     arrived = _arrival_fake(x, topk_weights, topk_idx.shape[1], layout, num_rows, find_exchanger(comm))
     routes = topk_idx.new_empty(topk_idx.shape, dtype=torch.int64)

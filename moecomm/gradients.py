@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import moecomm.functional as functional
+from moecomm.exchanger import find_exchanger
+from moecomm.handle import form_of
 
 __all__: list[str] = []
 
@@ -38,13 +40,14 @@ def _home(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tenso
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *options: Any) -> Any:
-        comm, _, layout, expert_alignment, _ = options
+        comm, mode, layout, expert_alignment, _ = options
         outputs = _below_autograd(_ops.dispatch, x, topk_idx, topk_weights, *options)
         handle = outputs[5:]
         ctx.save_for_backward(*handle)
         # Not among the saved tensors, which a recompute replaces: this stays what the forward saw.
         ctx.stamp = handle[-1].clone()
-        ctx.options = (layout, expert_alignment, comm)
+        capacity = find_exchanger(comm).capacity(mode, layout, expert_alignment)
+        ctx.options = (form_of(layout, capacity), expert_alignment, comm)
         ctx.weighted = topk_weights is not None
         ctx.mark_non_differentiable(*outputs[2:])
         return outputs

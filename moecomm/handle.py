@@ -8,7 +8,7 @@ import torch
 
 from moecomm.algorithms.plan import Layout
 
-__all__ = ["Handle", "Received"]
+__all__ = ["Handle", "Received", "form_of", "received_of"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,10 +22,12 @@ class Handle:
         topk_idx: `[T, K]` int32: global expert ids, -1 = no expert.
         counts: `[R, E + R]` int32: per source rank its routes per expert, then its distinct tokens per rank.
         stamp: `[2]` int64: number of the dispatch that made it, fingerprint of `topk_idx`.
-        layout: `expert_major` or `flat`.
+        layout: `expert_major`, `flat` or `slab`.
         expert_alignment: each local expert's rows are padded to a multiple of it.
         num_rows: N, padding included.
         communicator: id of the communicator that made it.
+        capacity: low latency: rows per expert (slab), rows in all (expert_major); throughput: 0, as many as arrive.
+        origin: number of the dispatch that made it, where it is known without reading a tensor; else None.
     """
 
     routes: torch.Tensor
@@ -36,6 +38,13 @@ class Handle:
     expert_alignment: int
     num_rows: int
     communicator: int
+    capacity: int = 0
+    origin: int | None = None
+
+    @property
+    def mode(self) -> str:
+        """`throughput` or `low_latency`: that of the dispatch, and so of the combine."""
+        return "low_latency" if self.capacity else "throughput"
 
     @property
     def num_tokens(self) -> int:
@@ -53,13 +62,14 @@ class Received:
     """What a dispatch gives to one rank. Rows beyond the real ones (alignment) are zero rows of weight 0.
 
     Attributes:
-        x: `[N, H]`, dtype of the x sent; a view of receive memory that returns when the last tensor on it dies.
-        topk_weights: weights that travelled with the rows, float32. expert_major: `[N]`; flat: `[N, K]`, 0 where
-            `topk_idx` is -1. None if none were given.
+        x: `[N, H]` (slab: `[E_local, capacity, H]`), dtype of the x sent; a view of receive memory that returns when
+            the last tensor on it dies.
+        topk_weights: weights that travelled with the rows, float32 (float64 beside float64 rows). expert_major: `[N]`;
+            slab: `[E_local, capacity]`; flat: `[N, K]`, 0 where `topk_idx` is -1. None if none were given.
         topk_idx: flat: `[N, K]` int32 local expert ids, -1 = the expert is elsewhere. expert_major: None.
         num_tokens_per_expert: `[E_local]` int32: routes that arrived for each local expert, without padding.
         offsets: `[E_local]` int32: inclusive prefix sums of those, each padded to `expert_alignment`: where each
-            expert's rows of `x` end. flat: None, rows are not grouped by expert.
+            expert's rows of `x` end; in low-latency mode N may lie beyond the last. flat, slab: None.
         handle: for `combine`, and for further dispatches with the same routing.
     """
 
@@ -69,3 +79,25 @@ class Received:
     num_tokens_per_expert: torch.Tensor
     offsets: torch.Tensor | None
     handle: Handle
+
+
+def received_of(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    num_tokens_per_expert: torch.Tensor,
+    offsets: torch.Tensor,
+    handle: Handle,
+) -> Received:
+    """What a user gets, from `[N, ...]` rows and weights in the handle's layout."""
+    if handle.layout == "slab":
+        slabs = (num_tokens_per_expert.shape[0], handle.capacity)
+        x = x.view(*slabs, x.shape[1])
+        topk_weights = None if topk_weights is None else topk_weights.view(slabs)
+    grouped = handle.layout == "expert_major"
+    return Received(x, topk_weights, topk_idx, num_tokens_per_expert, offsets if grouped else None, handle)
+
+
+def form_of(layout: str, capacity: int) -> str:
+    """Layout and capacity as the torch operators take them: `layout`, or `layout:capacity` where the shape is fixed."""
+    return f"{layout}:{capacity}" if capacity else layout

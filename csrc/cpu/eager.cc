@@ -201,4 +201,18 @@ class Receiver {
 
 EagerOverflow receive_eager(const EagerReceive& receive) { return Receiver(receive).run(); }
 
+void copy_expert_rows(char* out, const char* in, int64_t row_bytes, const int32_t* counts, int64_t num_ranks,
+                      int64_t num_experts, int64_t first_expert, int64_t num_local, int64_t capacity,
+                      int64_t alignment) {
+    int64_t begin = 0;
+    for (int64_t e = 0; e < num_local; ++e) {
+        int64_t rows = 0;
+        for (int64_t source = 0; source < num_ranks; ++source)
+            rows += counts[source * (num_experts + num_ranks) + first_expert + e];
+        if (capacity > 0) begin = e * capacity;
+        std::memcpy(out + begin * row_bytes, in + begin * row_bytes, static_cast<size_t>(rows * row_bytes));
+        if (capacity == 0) begin += (rows + alignment - 1) / alignment * alignment;
+    }
+}
+
 }  // namespace moecomm

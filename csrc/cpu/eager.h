@@ -55,4 +55,10 @@ struct EagerOverflow {
 // If something does not fit at any rank, nothing is copied.
 EagerOverflow receive_eager(const EagerReceive& receive);
 
+// Copies the rows that routes name, and no others, from one block to another of the same form. counts [R, E + R] as in
+// a handle; the local experts are [first_expert, first_expert + num_local).
+void copy_expert_rows(char* out, const char* in, int64_t row_bytes, const int32_t* counts, int64_t num_ranks,
+                      int64_t num_experts, int64_t first_expert, int64_t num_local, int64_t capacity,
+                      int64_t alignment);
+
 }  // namespace moecomm

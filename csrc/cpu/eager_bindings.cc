@@ -42,6 +42,13 @@ void bind_eager(py::module_& m) {
               }
               return std::make_tuple(overflow.index, overflow.need, overflow.room);
           });
+    m.def("copy_expert_rows",
+          [](uint64_t out, uint64_t in, int64_t row_bytes, uint64_t counts, int64_t num_ranks, int64_t num_experts,
+             int64_t first_expert, int64_t num_local, int64_t capacity, int64_t alignment) {
+              const py::gil_scoped_release release;
+              copy_expert_rows(at<char>(out), at<const char>(in), row_bytes, at<const int32_t>(counts), num_ranks,
+                               num_experts, first_expert, num_local, capacity, alignment);
+          });
 }
 
 }  // namespace moecomm

@@ -59,6 +59,14 @@ class Algorithm(abc.ABC):
     name: ClassVar[str]
 
     @abc.abstractmethod
+    def check_size(self, num_tokens: int) -> None:
+        """Raises ValueError if a dispatch cannot have so many tokens."""
+
+    @abc.abstractmethod
+    def capacity(self, layout: str, expert_alignment: int) -> int:
+        """Rows of a dispatch of fixed shape: per expert (slab) or in all (expert_major); 0 = as many as arrive."""
+
+    @abc.abstractmethod
     def begin_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:
@@ -94,9 +102,19 @@ class Session(abc.ABC):
 
     Attributes:
         algorithms: by mode.
+        tokens_per_expert: `[E_local]` int64: routes that arrived for each local expert, over all dispatches so far.
     """
 
     algorithms: Mapping[str, Algorithm]
+    tokens_per_expert: torch.Tensor
+
+    def count_tokens(self, num_tokens_per_expert: torch.Tensor) -> None:
+        """Adds what a dispatch brought, `[E_local]` int32, to the cumulative counts."""
+        self.tokens_per_expert += num_tokens_per_expert
+
+    @abc.abstractmethod
+    def waiting_times(self) -> tuple[list[float], list[float]]:
+        """Seconds that waits have waited for each rank: in all, and at most in one wait."""
 
     @abc.abstractmethod
     def refuse(self, operation: Operation, error: Exception) -> None:
@@ -119,8 +137,13 @@ class Session(abc.ABC):
         """Runs what needs no waiting; True once the call is finished."""
 
     @abc.abstractmethod
-    def expose(self, num_rows: int, row_format: RowFormat) -> torch.Tensor:
+    def expose(self, num_rows: int, row_format: RowFormat, *, is_fixed: bool) -> torch.Tensor:
         """An uninitialised `[num_rows, H]` tensor in memory that peers can read, so that combine copies nothing.
+
+        Arguments:
+            num_rows: N.
+            row_format: of the rows.
+            is_fixed: the shape is fixed and the block mostly empty.
 
         Raises:
             MemoryLimitExceeded: if there is no memory for it.

@@ -57,6 +57,8 @@ class Call:
         self.result: Any = None
         self.error: Exception | None = None
         self.settled = False
+        self.is_agreed_failure = False
+        """The failure follows from what all ranks know: each finds it by itself, and nobody needs to be told."""
         self.blocks: list[Any] = []
         """Arena blocks that peers may still write or read when the call fails."""
 

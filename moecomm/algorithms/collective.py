@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moecomm.algorithms.base import Algorithm, Arrival, Returned, Session
 from moecomm.algorithms.calls import Call, Phase
 from moecomm.algorithms.collective_rows import RowExchange
+from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.plan import block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, Signature, signature_of
@@ -42,24 +43,28 @@ _TEXT_BYTES = 960
 _REMEDY = "Construct the Communicator with a torch.distributed group of backend 'gloo' (or 'cpu:gloo,...')."
 
 
-class Collective(Session, Algorithm):
+class Collective(Session):
     """The exchange over a `torch.distributed` group, with that group's timeout. Construction and calls are collective.
 
     Arguments:
         group: a TorchGroup whose backend carries CPU tensors.
         placement: which rank hosts which expert.
+        sizes: fixed shapes of low-latency calls, which are the same exchange here.
         max_in_flight: calls that may be begun and not waited for.
         memory_limit: bytes that one dispatch may bring to this rank.
     """
 
-    name = "collective"
+    name: ClassVar[str] = "collective"
 
-    def __init__(self, group: Group, placement: Placement, *, max_in_flight: int, memory_limit: int) -> None:
+    def __init__(
+        self, group: Group, placement: Placement, sizes: EagerSizes, *, max_in_flight: int, memory_limit: int
+    ) -> None:
         reason = self.refusal(group)
         if reason is not None:
             raise TransportUnavailable(self.name, reason, _REMEDY)
         assert isinstance(group, TorchGroup)
-        self.algorithms = {"throughput": self}
+        self.algorithms = {"throughput": _Mode(self, None), "low_latency": _Mode(self, sizes)}
+        self.tokens_per_expert = torch.zeros(len(placement.local_experts(group.rank)), dtype=torch.int64)
         self._group = group
         self._placement = placement
         self._kernels = kernels_for("cpu")
@@ -83,6 +88,7 @@ class Collective(Session, Algorithm):
     def begin_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:
+        """As `Algorithm.begin_dispatch`."""
         operation = Operation.DISPATCH if routing.routes is None else Operation.CACHED_DISPATCH
         call = Call(operation, signature_of(routing, row_format, topk_weights))
         return self._begin(call, lambda: self._dispatch(call, x, routing, row_format, topk_weights))
@@ -96,6 +102,7 @@ class Collective(Session, Algorithm):
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
     ) -> Call:
+        """As `Algorithm.begin_combine`."""
         call = Call(Operation.COMBINE, signature_of(routing, row_format, values))
         return self._begin(call, lambda: self._combine(call, y, routing, row_format, topk_weights, values))
 
@@ -201,7 +208,9 @@ class Collective(Session, Algorithm):
             raise
         everybody = self._agree(call, counts, 0)
         self._num_announcements += 1
-        plan = plan_exchange(everybody, placement, self._group.rank, routing.layout, routing.expert_alignment)
+        plan = plan_exchange(
+            everybody, placement, self._group.rank, routing.layout, routing.expert_alignment, routing.capacity
+        )
         flat = routing.layout == "flat"
         plan_routes = self._kernels.plan_flat if flat else self._kernels.plan_expert_major
         return Routing(
@@ -211,6 +220,8 @@ class Collective(Session, Algorithm):
             routes=plan_routes(routing.topk_idx, placement.expert_rank, torch.from_numpy(plan.bases)),
             counts=torch.from_numpy(everybody),
             stamp=torch.tensor((call.sequence, fingerprint), dtype=torch.int64),
+            capacity=routing.capacity,
+            origin=call.sequence,
         )
 
     def _rows(self, routing: Routing) -> RowExchange:
@@ -223,6 +234,7 @@ class Collective(Session, Algorithm):
             self._group.rank,
             routing.layout,
             routing.expert_alignment,
+            routing.capacity,
         )
 
     def _dispatch(
@@ -236,13 +248,19 @@ class Collective(Session, Algorithm):
         routing = self._complete(call, routing)
         assert routing.counts is not None
         plan = plan_exchange(
-            routing.counts.numpy(), self._placement, self._group.rank, routing.layout, routing.expert_alignment
+            routing.counts.numpy(),
+            self._placement,
+            self._group.rank,
+            routing.layout,
+            routing.expert_alignment,
+            routing.capacity,
         )
         self._check_memory(call, plan.rows_per_rank, row_format)
         rows = self._rows(routing)
         planes = [rows.send(_as_bytes(plane)[rows.tokens()]) for plane in row_format.encode(x)]
         buffer, offsets = _join(planes, rows.num_rows)
         weights, local_idx = self._send_metadata(rows, routing, topk_weights)
+        self.count_tokens(torch.from_numpy(plan.num_tokens_per_expert))
         call.result = Arrival(
             x=row_format.decode(buffer, offsets, rows.num_rows),
             topk_weights=weights,
@@ -256,7 +274,7 @@ class Collective(Session, Algorithm):
         self, rows: RowExchange, routing: Routing, topk_weights: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The weights that arrive, and (flat) the local expert ids."""
-        if routing.layout == "expert_major":
+        if routing.layout != "flat":
             if topk_weights is None:
                 return None, None
             sent = _as_bytes(topk_weights.reshape(-1, 1))[rows.slots()]
@@ -287,14 +305,16 @@ class Collective(Session, Algorithm):
         out = row_format.reduce(num_tokens, rows.home_routes, addresses, topk_weights)
         returned = None
         if values is not None:
-            back = rows.send_back(_as_bytes(values.reshape(rows.num_rows, -1))).view(values.dtype)
+            back = rows.send_back(_as_bytes(values.reshape(rows.num_rows, math.prod(values.shape[1:])))).view(
+                values.dtype
+            )
             returned = self._place_values(rows, routing, back)
         call.result = Returned(out, returned)
 
     def _place_values(self, rows: RowExchange, routing: Routing, back: torch.Tensor) -> torch.Tensor:
         """`[T, K]`: the values that came back, each at its route."""
         out = back.new_zeros(routing.topk_idx.shape)
-        if routing.layout == "expert_major":
+        if routing.layout != "flat":
             out.reshape(-1)[rows.slots()] = back.reshape(-1)
             return out
         chosen = routing.topk_idx[rows.tokens()].long()
@@ -313,7 +333,10 @@ class Collective(Session, Algorithm):
 
     # -- the rest of the contract --------------------------------------------------------------------------------------
 
-    def expose(self, num_rows: int, row_format: RowFormat) -> torch.Tensor:
+    def waiting_times(self) -> tuple[list[float], list[float]]:
+        return [0.0] * self._group.size, [0.0] * self._group.size
+
+    def expose(self, num_rows: int, row_format: RowFormat, *, is_fixed: bool) -> torch.Tensor:
         return torch.empty((num_rows, row_format.hidden), dtype=row_format.dtype)
 
     def statistics(self) -> dict[str, int]:
@@ -327,6 +350,39 @@ class Collective(Session, Algorithm):
 
     def close(self) -> None:
         self._outstanding.clear()
+
+
+class _Mode(Algorithm):
+    """A mode of the collective exchange; the modes differ only in the shape of what arrives."""
+
+    name = "collective"
+
+    def __init__(self, session: Collective, sizes: EagerSizes | None) -> None:
+        self._session = session
+        self._sizes = sizes
+
+    def check_size(self, num_tokens: int) -> None:
+        if self._sizes is not None:
+            self._sizes.check(num_tokens)
+
+    def capacity(self, layout: str, expert_alignment: int) -> int:
+        return 0 if self._sizes is None else self._sizes.rows(layout, expert_alignment)
+
+    def begin_dispatch(
+        self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
+    ) -> Call:
+        return self._session.begin_dispatch(x, routing, row_format, topk_weights)
+
+    def begin_combine(
+        self,
+        y: torch.Tensor,
+        routing: Routing,
+        row_format: RowFormat,
+        *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,
+    ) -> Call:
+        return self._session.begin_combine(y, routing, row_format, topk_weights=topk_weights, values=values)
 
 
 def _as_bytes(plane: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class RowExchange:
         process_group: carries the bytes.
         routes: `[T, P]` int64 of this rank.
         counts: `[R, E + R]` int32 of all ranks.
-        placement, rank, layout, expert_alignment: of the exchange.
+        placement, rank, layout, expert_alignment, capacity: of the exchange.
 
     Attributes:
         num_rows: N received here, padding included.
@@ -42,6 +42,7 @@ class RowExchange:
         rank: int,
         layout: Layout,
         expert_alignment: int,
+        capacity: int,
     ) -> None:
         self._group = process_group
         num_ranks = placement.num_ranks
@@ -57,9 +58,9 @@ class RowExchange:
         places = torch.arange(len(self._slots)) - first[destinations]
         self.home_routes[self._slots] = (destinations << ROW_BITS) | places
         self.home_routes = self.home_routes.reshape(routes.shape)
-        plan = plan_exchange(counts, placement, rank, layout, expert_alignment)
+        plan = plan_exchange(counts, placement, rank, layout, expert_alignment, capacity)
         self.num_rows = plan.rows_per_rank[rank]
-        self._targets, self._num_received = _targets(counts, placement, rank, layout, expert_alignment)
+        self._targets, self._num_received = _targets(counts, placement, rank, layout, expert_alignment, capacity)
 
     def tokens(self) -> torch.Tensor:
         """`[sent]` int64: token of each row that is sent, in the order of travel."""
@@ -102,13 +103,18 @@ class RowExchange:
 
 
 def _targets(
-    counts: npt.NDArray[np.int32], placement: Placement, rank: int, layout: Layout, expert_alignment: int
+    counts: npt.NDArray[np.int32],
+    placement: Placement,
+    rank: int,
+    layout: Layout,
+    expert_alignment: int,
+    capacity: int,
 ) -> tuple[torch.Tensor, list[int]]:
     """Final places `[received]` int64 of the rows that arrive, by source and order of travel; and how many of each."""
     targets: list[npt.NDArray[np.int64]] = []
     num_received: list[int] = []
     for source in range(placement.num_ranks):
-        bases = plan_exchange(counts, placement, source, layout, expert_alignment).bases
+        bases = plan_exchange(counts, placement, source, layout, expert_alignment, capacity).bases
         if layout == "flat":
             each = counts[source, placement.num_experts + rank : placement.num_experts + rank + 1]
             starts = bases[rank : rank + 1]

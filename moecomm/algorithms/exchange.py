@@ -9,6 +9,7 @@ import torch
 
 from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import Call
+from moecomm.algorithms.fixed_blocks import FixedBlocks
 from moecomm.algorithms.mailbox import Mailbox
 from moecomm.algorithms.receive_memory import ReceiveMemory
 from moecomm.algorithms.sequencer import Sequencer
@@ -31,10 +32,21 @@ class Exchange(Session):
         max_in_flight: calls that may be begun and not waited for.
         memory_limit: bytes of receive memory alive at once; may differ between ranks.
         timeout: seconds that one wait may last.
+        fixed_bytes: address space of each rank for blocks of fixed shape.
+
+    Attributes:
+        bases: where everybody's receive memory begins in my address space, by rank.
     """
 
     def __init__(
-        self, transport: Transport, placement: Placement, *, max_in_flight: int, memory_limit: int, timeout: float
+        self,
+        transport: Transport,
+        placement: Placement,
+        *,
+        max_in_flight: int,
+        memory_limit: int,
+        timeout: float,
+        fixed_bytes: int,
     ) -> None:
         if not transport.capabilities.addressable:
             raise ValueError(f"transport: {transport.name} cannot address its peers' memory")
@@ -44,24 +56,20 @@ class Exchange(Session):
         self.rank = transport.rank
         num_counts = placement.num_experts + placement.num_ranks
         self.mailbox = Mailbox(transport, num_counts, num_slots=2 * max_in_flight)
-        self.memory = ReceiveMemory(transport, memory_limit, max(transport.group.all_gather(memory_limit)))
+        largest_limit = max(transport.group.all_gather(memory_limit))
+        self.memory = ReceiveMemory(transport, memory_limit, largest_limit, fixed_bytes)
+        self.fixed_blocks = FixedBlocks(self.memory)
+        self.bases = [transport.peer(self.memory.region, rank) or 0 for rank in range(transport.num_ranks)]
+        self.tokens_per_expert = torch.zeros(len(placement.local_experts(self.rank)), dtype=torch.int64)
         self.sequencer = Sequencer(transport, self.mailbox, max_in_flight, timeout)
         self.algorithms: Mapping[str, Algorithm] = {}
         """Set by whoever makes them: they need the session first."""
 
     # -- for the algorithms ------------------------------------------------------------------------------------------
 
-    def bases(self) -> list[int]:
-        """Where everybody's receive memory begins in my address space, by rank."""
-        bases = []
-        for rank in range(self.transport.num_ranks):
-            address = self.transport.peer(self.memory.region, rank)
-            assert address is not None, "peers are addressable"
-            bases.append(address)
-        return bases
-
     def exceeded(self, call: Call, rank: int, need: int, limit: int) -> MemoryLimitExceeded:
         """The error that all ranks raise when `rank` lacks memory."""
+        call.is_agreed_failure = True
         return self.memory.exceeded(call.title, self.transport.describe_peer(rank), need, limit)
 
     def begin(self, call: Call) -> Call:
@@ -86,10 +94,13 @@ class Exchange(Session):
     def poll(self, call: Call) -> bool:
         return self.sequencer.poll(call)
 
-    def expose(self, num_rows: int, row_format: RowFormat) -> torch.Tensor:
+    def waiting_times(self) -> tuple[list[float], list[float]]:
+        return self.transport.waiting_times()
+
+    def expose(self, num_rows: int, row_format: RowFormat, *, is_fixed: bool) -> torch.Tensor:
         nbytes = num_rows * row_format.row_bytes
         self.sequencer.release_quarantine()
-        block = self.memory.allocate(nbytes)
+        block = self.fixed_blocks.take(nbytes) if is_fixed else self.memory.allocate(nbytes)
         if block is None:
             raise self.memory.exceeded(
                 "combine_buffer", self.transport.describe_peer(self.rank), nbytes, self.memory.limit

@@ -15,7 +15,7 @@ from moecomm.placement import Placement
 
 __all__ = ["BlockLayout", "Layout", "Plan", "block_layout", "plan_exchange"]
 
-Layout = Literal["expert_major", "flat"]
+Layout = Literal["expert_major", "flat", "slab"]
 
 _MAX_ROWS = 2**31 - 1
 _PLANE_ALIGNMENT = 64
@@ -39,7 +39,12 @@ class Plan(NamedTuple):
 
 
 def plan_exchange(
-    counts: npt.NDArray[np.int32], placement: Placement, rank: int, layout: Layout, expert_alignment: int
+    counts: npt.NDArray[np.int32],
+    placement: Placement,
+    rank: int,
+    layout: Layout,
+    expert_alignment: int,
+    capacity: int = 0,
 ) -> Plan:
     """Plans from all ranks' counts.
 
@@ -49,9 +54,10 @@ def plan_exchange(
         rank: mine.
         layout: of the rows received.
         expert_alignment: each local expert's rows are padded to a multiple of it.
+        capacity: fixed shape: rows per expert (slab), rows in all (expert_major); 0 = as many as arrive.
 
     Raises:
-        ValueError: if a rank would receive more than 2**31 - 1 rows; the same on every rank.
+        ValueError: if a rank would receive more rows than fit; the same on every rank.
     """
     num_experts = placement.num_experts
     first = placement.first_expert
@@ -61,8 +67,13 @@ def plan_exchange(
     np.cumsum(padded, out=ends[1:])
     rank_starts = ends[first]
     expert_rows = rank_starts[1:] - rank_starts[:-1]
+    if layout == "slab":
+        return _plan_slabs(counts, totals, placement, rank, capacity)
     if layout == "expert_major":
-        rows = expert_rows
+        rows = np.full_like(expert_rows, capacity) if capacity else expert_rows
+        if capacity and expert_rows.max() > capacity:
+            full = int(expert_rows.argmax())
+            raise ValueError(f"{expert_rows[full]} rows for rank {full}, but there is room for {capacity}")
         bases = ends[:-1] - rank_starts[placement.rank_of_expert]
         bases += np.add.reduce(counts[:rank, :num_experts], axis=0, dtype=np.int64)
     else:
@@ -80,6 +91,22 @@ def plan_exchange(
         rows_per_rank=rows_per_rank,
         num_tokens_per_expert=totals[begin:end].astype(np.int32),
         offsets=(ends[begin + 1 : end + 1] - rank_starts[rank]).astype(np.int32),
+    )
+
+
+def _plan_slabs(
+    counts: npt.NDArray[np.int32], totals: npt.NDArray[np.int64], placement: Placement, rank: int, capacity: int
+) -> Plan:
+    full = int(totals.argmax())
+    if totals[full] > capacity:
+        raise ValueError(f"{totals[full]} rows for expert {full}, but there is room for {capacity}")
+    starts = placement.expert_local.numpy().astype(np.int64) * capacity
+    begin, end = placement.expert_range(rank)
+    return Plan(
+        bases=starts + np.add.reduce(counts[:rank, : placement.num_experts], axis=0, dtype=np.int64),
+        rows_per_rank=[len(placement.local_experts(peer)) * capacity for peer in range(placement.num_ranks)],
+        num_tokens_per_expert=totals[begin:end].astype(np.int32),
+        offsets=(starts + totals)[begin:end].astype(np.int32),
     )
 
 

@@ -16,6 +16,7 @@ __all__ = ["ReceiveMemory", "default_memory_limit"]
 
 # Address space beyond the limit costs nothing and keeps fragmentation from ever mattering.
 _ADDRESS_SPACE_FACTOR = 2
+_PAGE = 4096
 
 
 def default_memory_limit() -> int:
@@ -40,18 +41,31 @@ class ReceiveMemory:
         transport: makes the region.
         memory_limit: bytes that may be alive at once on this rank.
         largest_limit: the largest limit of any rank; regions are symmetric.
+        fixed_bytes: address space for blocks of fixed shape, which are mostly empty.
     """
 
-    def __init__(self, transport: Transport, memory_limit: int, largest_limit: int) -> None:
+    def __init__(self, transport: Transport, memory_limit: int, largest_limit: int, fixed_bytes: int) -> None:
         self.limit = memory_limit
-        self.region = transport.allocate(largest_limit * _ADDRESS_SPACE_FACTOR)
-        self._arena = _C.Arena(transport.mapping(self.region), memory_limit)
+        arena_bytes = -(-largest_limit * _ADDRESS_SPACE_FACTOR // _PAGE) * _PAGE
+        self.region = transport.allocate(arena_bytes + fixed_bytes)
+        self._mapping = transport.mapping(self.region)
+        self._arena = _C.Arena(self._mapping, memory_limit, 0, arena_bytes)
+        self._fixed = _C.Arena(self._mapping, fixed_bytes, arena_bytes, fixed_bytes)
         self._start = self.region.address
         self._end = self._start + self.region.nbytes
 
     def allocate(self, nbytes: int) -> _C.Block | None:
         """A block of at least `nbytes`, or None if the limit does not allow it."""
         return self._arena.allocate(nbytes)
+
+    def allocate_fixed(self, nbytes: int) -> _C.Block | None:
+        """A block for something of fixed shape; only the pages that rows touch take memory. None: no space is left."""
+        return self._fixed.allocate(nbytes)
+
+    def clear(self, block: _C.Block) -> None:
+        """Makes a block read as zero, without touching its pages."""
+        nbytes = -(-block.nbytes // _PAGE) * _PAGE
+        self._mapping.punch(block.offset, nbytes)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a contiguous tensor lies in the arena, or None if it lies elsewhere."""
@@ -94,4 +108,4 @@ class ReceiveMemory:
 
     def trim(self) -> int:
         """Gives the pages outside live blocks back to the system; returns the bytes."""
-        return self._arena.trim()
+        return self._arena.trim() + self._fixed.trim()

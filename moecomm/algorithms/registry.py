@@ -7,6 +7,8 @@ import logging
 from moecomm.algorithms.base import Session
 from moecomm.algorithms.calls import NUM_LANES
 from moecomm.algorithms.collective import Collective
+from moecomm.algorithms.eager import Eager
+from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.receive_memory import default_memory_limit
 from moecomm.algorithms.rendezvous import Rendezvous
@@ -19,6 +21,11 @@ from moecomm.transports.registry import choose, transport_names
 __all__ = ["exchange_names", "make_session"]
 
 _log = logging.getLogger("moecomm.algorithms")
+
+_PAGE = 4096
+_FIXED_BLOCKS = 64
+# An x86-64 process has 2**47 bytes of address space; a quarter of it is for everybody's blocks of fixed shape.
+_MAPPABLE_BYTES = 2**45
 
 
 def exchange_names() -> list[str]:
@@ -34,6 +41,7 @@ def make_session(
     max_in_flight: int,
     memory_limit: int | None,
     timeout: float,
+    sizes: EagerSizes,
     agreed: dict[str, int | str],
 ) -> tuple[Session, str]:
     """Makes the exchange of a communicator. Collective.
@@ -44,6 +52,7 @@ def make_session(
         transport: a name, or `auto`: the first transport that reaches all ranks; where none does, `collective`, with a
             warning.
         max_in_flight, memory_limit, timeout: see `Communicator`.
+        sizes: fixed shapes of low-latency calls.
         agreed: further values that must be equal on all ranks.
 
     Returns:
@@ -60,7 +69,7 @@ def make_session(
     limit = default_memory_limit() if memory_limit is None else memory_limit
 
     def collective() -> tuple[Session, str]:
-        session = Collective(group, placement, max_in_flight=max_in_flight, memory_limit=limit)
+        session = Collective(group, placement, sizes, max_in_flight=max_in_flight, memory_limit=limit)
         return session, Collective.name
 
     if transport == Collective.name:
@@ -73,9 +82,23 @@ def make_session(
         _log.warning("falling back to the slow `collective` exchange: %s", error)
         return collective()
     carrier = choice.transport(group, peers, NUM_LANES)
-    exchange = Exchange(carrier, placement, max_in_flight=max_in_flight, memory_limit=limit, timeout=timeout)
-    exchange.algorithms = {"throughput": Rendezvous(exchange)}
+    exchange = Exchange(
+        carrier,
+        placement,
+        max_in_flight=max_in_flight,
+        memory_limit=limit,
+        timeout=timeout,
+        fixed_bytes=_fixed_bytes(sizes, group.size),
+    )
+    exchange.algorithms = {"throughput": Rendezvous(exchange), "low_latency": Eager(exchange, sizes, max_in_flight)}
     return exchange, carrier.name
+
+
+def _fixed_bytes(sizes: EagerSizes, num_ranks: int) -> int:
+    """Address space of each rank for blocks of fixed shape: for many of them, within what a process can map."""
+    most = _MAPPABLE_BYTES // num_ranks
+    wanted = _FIXED_BLOCKS * (sizes.block_bytes + _PAGE)
+    return min(wanted, most) // _PAGE * _PAGE
 
 
 def _check_agreement(group: Group, mine: dict[str, int | str]) -> None:

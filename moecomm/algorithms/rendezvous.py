@@ -37,6 +37,12 @@ class Rendezvous(Algorithm):
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
+    def check_size(self, num_tokens: int) -> None:
+        """Any number will do."""
+
+    def capacity(self, layout: str, expert_alignment: int) -> int:
+        return 0
+
     def begin_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:

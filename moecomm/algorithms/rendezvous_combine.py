@@ -73,7 +73,7 @@ class Combine:
         for rank, card in enumerate(cards):
             if card.refused:
                 raise exchange.exceeded(self.call, rank, card.need, card.limit)
-        bases = exchange.bases()
+        bases = exchange.bases
         addresses = [
             [base + card.offsets[plane] for base, card in zip(bases, cards, strict=True)]
             for plane in range(len(self.planes))

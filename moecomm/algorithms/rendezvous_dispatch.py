@@ -116,6 +116,7 @@ class Dispatch:
             routes=plan_routes(routing.topk_idx, exchange.placement.expert_rank, torch.from_numpy(self.plan.bases)),
             counts=torch.from_numpy(counts),
             stamp=torch.from_numpy(np.array(self.stamp)),
+            origin=self.call.sequence,
         )
 
     def _grant_cached(self) -> None:
@@ -147,7 +148,7 @@ class Dispatch:
                 raise exchange.exceeded(self.call, rank, grant.need, grant.limit)
         assert routing.routes is not None
         layouts = [block_layout(rows, self.planes).offsets for rows in self.plan.rows_per_rank]
-        bases = [base + grant.offset for base, grant in zip(exchange.bases(), grants, strict=True)]
+        bases = [base + grant.offset for base, grant in zip(exchange.bases, grants, strict=True)]
         self._zero_padding(bases[exchange.rank], layouts[exchange.rank])
         addresses = [
             [base + offsets[plane] for base, offsets in zip(bases, layouts, strict=True)]
@@ -192,11 +193,13 @@ class Dispatch:
         if self.topk_weights is not None:
             shape = (num_rows, num_topk) if self.flat else (num_rows,)
             weights = _view(self.block, self.topk_weights.dtype, offsets[-1], shape)
+        tokens = torch.from_numpy(self.plan.num_tokens_per_expert)
+        self.exchange.count_tokens(tokens)
         self.call.result = Arrival(
             x=self.row_format.decode(self.block, offsets[:num_planes], num_rows),
             topk_weights=weights,
             topk_idx=topk_idx,
-            num_tokens_per_expert=torch.from_numpy(self.plan.num_tokens_per_expert),
+            num_tokens_per_expert=tokens,
             offsets=torch.from_numpy(self.plan.offsets),
             routing=self.routing,
         )

@@ -20,6 +20,9 @@ class Routing(NamedTuple):
         routes: `[T, K]` int64, or None before the counts are known.
         counts: `[R, E + R]` int32, or None before they are known.
         stamp: `[2]` int64 (number of the dispatch, fingerprint of `topk_idx`), or None before.
+        capacity: 0 = as many rows as arrive; else the shape is fixed: rows per expert (slab), rows in all
+            (expert_major).
+        origin: number of the dispatch, where it is known without reading a tensor; else None.
     """
 
     topk_idx: torch.Tensor
@@ -28,3 +31,5 @@ class Routing(NamedTuple):
     routes: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     stamp: torch.Tensor | None = None
+    capacity: int = 0
+    origin: int | None = None

@@ -159,6 +159,7 @@ class Sequencer:
         mine = cards[me]
         other = next(rank for rank, card in enumerate(cards) if card[:3] != mine[:3])
         theirs = cards[other]
+        call.is_agreed_failure = True
         raise CallMismatch(
             f"call #{call.sequence} differs between ranks: rank {me} calls "
             f"{Signature.describe(mine.operation, mine.signature)}, {self.transport.describe_peer(other)} calls "
@@ -242,7 +243,8 @@ class Sequencer:
     def _give_up(self, call: Call, error: BaseException, *, reached_lane: int) -> None:
         """Tells the peers, counts this rank as done up to `reached_lane`, and keeps memory that peers may touch."""
         text = f"{type(error).__name__}: {error}"
-        self.mailbox.send_notice(call.sequence, text, LANE_NOTICED)
+        if not call.is_agreed_failure:
+            self.mailbox.send_notice(call.sequence, text, LANE_NOTICED)
         for lane in range(LANE_BEGUN, reached_lane + 1):
             self.signal_all(lane, call)
         self._quarantine.extend((call.sequence, block) for block in call.blocks)

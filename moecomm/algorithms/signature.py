@@ -19,14 +19,23 @@ class Operation(enum.IntEnum):
     DISPATCH = 1
     CACHED_DISPATCH = 2
     COMBINE = 3
+    EAGER_DISPATCH = 4
+    EAGER_COMBINE = 5
 
     @property
     def title(self) -> str:
         """The operation's name in messages."""
-        return {1: "dispatch", 2: "dispatch (cached)", 3: "combine"}[int(self)]
+        return _TITLES[self]
 
 
-_LAYOUTS = ("expert_major", "flat")
+_TITLES = {
+    Operation.DISPATCH: "dispatch",
+    Operation.CACHED_DISPATCH: "dispatch (cached)",
+    Operation.COMBINE: "combine",
+    Operation.EAGER_DISPATCH: "low-latency dispatch",
+    Operation.EAGER_COMBINE: "low-latency combine",
+}
+_LAYOUTS = ("expert_major", "flat", "slab")
 
 
 class Signature(NamedTuple):
@@ -90,5 +99,11 @@ def signature_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | 
         format=row_format.words,
         num_topk=routing.topk_idx.shape[1],
         weights=int(extra is not None),
-        origin=-1 if routing.stamp is None else int(routing.stamp[0]),
+        origin=_origin(routing),
     )
+
+
+def _origin(routing: Routing) -> int:
+    if routing.origin is not None:
+        return routing.origin
+    return -1 if routing.stamp is None else int(routing.stamp[0])

@@ -92,6 +92,9 @@ class AddressableTransport(Transport):
     def gone(self) -> list[int]:
         return self.board.gone()
 
+    def waiting_times(self) -> tuple[list[float], list[float]]:
+        return [ns * 1e-9 for ns in self.board.waited_ns()], [ns * 1e-9 for ns in self.board.longest_wait_ns()]
+
     def flush(self) -> None:
         """Stores and counters are ordered by the memory itself; nothing is ever in flight."""
 

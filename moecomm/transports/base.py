@@ -129,6 +129,10 @@ class Transport(abc.ABC):
     def gone(self) -> list[int]:
         """Ranks that will not signal again: their process has ended or they have closed."""
 
+    def waiting_times(self) -> tuple[list[float], list[float]]:
+        """Seconds that waits have waited for each rank, by rank: in all, and at most in one wait; zeros if not kept."""
+        return [0.0] * self.num_ranks, [0.0] * self.num_ranks
+
     @abc.abstractmethod
     def flush(self) -> None:
         """Returns when all my puts have arrived."""

@@ -1,0 +1,125 @@
+"""The phases of one low-latency combine; see eager.py for the order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moecomm.algorithms.base import Returned
+from moecomm.algorithms.calls import LANE_BEGUN, Call, Phase
+from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.mailbox import Card
+from moecomm.algorithms.routing import Routing
+from moecomm.algorithms.signature import Operation, signature_of
+from moecomm.codecs.base import RowFormat
+from moecomm.kernels.eager import EagerKernels
+
+if TYPE_CHECKING:
+    from moecomm.algorithms.eager import Windows
+
+__all__ = ["EagerCombine"]
+
+
+class EagerCombine:
+    """One low-latency combine of one rank.
+
+    Peers may read the rows until they have finished the call, which nobody waits for: the window keeps the memory until
+    it is certain. Rows that lie in receive memory already are read in place and must not change before.
+
+    Arguments:
+        exchange: what calls share.
+        windows: keep what peers may still read.
+        kernels: copy rows to where peers can read them.
+        y: `[N, H]` contiguous rows of the local experts.
+        routing: complete.
+        row_format: how rows are written.
+        topk_weights: `[T, K]` contiguous, applied at home, or None.
+        values: `[N]` contiguous, brought home route by route, or None.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        windows: Windows,
+        kernels: EagerKernels,
+        y: torch.Tensor,
+        routing: Routing,
+        row_format: RowFormat,
+        *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,
+    ) -> None:
+        self.exchange = exchange
+        self.windows = windows
+        self.kernels = kernels
+        self.routing = routing
+        self.row_format = row_format
+        self.topk_weights = topk_weights
+        self.values = values
+        self.planes = row_format.encode(y)
+        if values is not None:
+            self.planes += (values,)
+        self.call = Call(Operation.EAGER_COMBINE, signature_of(routing, row_format, values))
+        self.call.phases = (
+            Phase("send", None, self._send),
+            Phase("receive", LANE_BEGUN, self._receive),
+        )
+
+    def _send(self) -> None:
+        exchange, call = self.exchange, self.call
+        offsets: list[int] = []
+        kept: list[object] = []
+        missing = 0
+        for plane in self.planes:
+            offset, keeper = self._share(plane)
+            missing = missing or (plane.numel() * plane.element_size() if keeper is None else 0)
+            offsets.append(offset)
+            kept.append(keeper)
+        self.windows.kept[self.windows.index(call.sequence)] = kept
+        card = Card(
+            call.sequence,
+            call.operation,
+            call.words,
+            offsets=tuple(offsets),
+            need=missing,
+            limit=exchange.memory.limit,
+            refused=missing > 0,
+        )
+        exchange.sequencer.send_card(card, call, with_counts=False)
+
+    def _share(self, plane: torch.Tensor) -> tuple[int, object | None]:
+        """Where peers can read the plane, and what keeps it there; (0, None) if there is no space for it."""
+        memory, routing = self.exchange.memory, self.routing
+        offset = memory.offset_of(plane) if plane.numel() else 0
+        if offset is not None:
+            return offset, plane
+        block = self.exchange.fixed_blocks.take(plane.numel() * plane.element_size())
+        if block is None:
+            return 0, None
+        assert routing.counts is not None
+        capacity = routing.capacity if routing.layout == "slab" else 0
+        experts = self.exchange.placement.expert_range(self.exchange.rank)
+        self.kernels.copy_expert_rows(block.address, plane, routing.counts, experts, capacity, routing.expert_alignment)
+        return block.offset, block
+
+    def _receive(self) -> None:
+        exchange, routing = self.exchange, self.routing
+        cards = exchange.sequencer.cards(self.call)
+        for rank, card in enumerate(cards):
+            if card.refused:
+                raise exchange.exceeded(self.call, rank, card.need, card.limit)
+        bases = exchange.bases
+        addresses = [
+            [base + card.offsets[plane] for base, card in zip(bases, cards, strict=True)]
+            for plane in range(len(self.planes))
+        ]
+        assert routing.routes is not None
+        num_planes = len(self.row_format.plane_bytes)
+        out = self.row_format.reduce(routing.routes.shape[0], routing.routes, addresses[:num_planes], self.topk_weights)
+        values = None
+        if self.values is not None:
+            values = exchange.kernels.pull_values(routing.routes, addresses[num_planes], dtype=self.values.dtype)
+        # What was read while its owner gave up is worth nothing.
+        exchange.sequencer.check_notices(self.call)
+        self.call.result = Returned(out, values)
