@@ -6,7 +6,7 @@ from moecomm import _C
 from moecomm.algorithms.registry import exchange_names
 from moecomm.codecs.registry import codec_names, make_codec
 from moecomm.kernels.registry import available_kernels, kernels_for
-from moecomm.testing.contracts import World, algorithm, codec, kernels, transport
+from moecomm.testing.contracts import World, algorithm, codec, kernels, low_latency, transport
 from moecomm.transports.registry import transport_names
 
 WORLDS_OF = {
@@ -35,6 +35,12 @@ def test_transport(world, check):
 @pytest.mark.parametrize("check", algorithm.CHECKS, ids=name_of)
 @pytest.mark.parametrize("world", EXCHANGE_WORLDS, ids=str)
 def test_exchange(world, check):
+    check(world)
+
+
+@pytest.mark.parametrize("check", low_latency.CHECKS, ids=name_of)
+@pytest.mark.parametrize("world", EXCHANGE_WORLDS, ids=str)
+def test_low_latency(world, check):
     check(world)
 
 

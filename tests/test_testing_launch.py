@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import moecomm
 from moecomm.errors import TransportUnavailable
-from moecomm.testing import DeadlineExceeded, RankDied, RankFailure, launch
+from moecomm.testing import DeadlineExceeded, RankDied, RankFailure, launch, process_pool
 
 BACKENDS = ["threads", "stepped", "processes"]
 
@@ -223,3 +223,18 @@ def test_no_process_outlives_the_interpreter(tmp_path):
         while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_a_pool_recovers_from_workers_that_did_not_start(monkeypatch):
+    pool = process_pool.ProcessPool()
+    monkeypatch.setattr(process_pool, "worker_main", end_at_once)
+    with pytest.raises(RuntimeError, match=r"a worker process did not start \(exit code 5\)"):
+        pool.run(pid, 2, (), 10)
+    monkeypatch.undo()
+    assert len(pool.run(pid, 2, (), 10).results) == 2
+    pool.close()
+    pool.close()
+
+
+def end_at_once(jobs, stacks):
+    os._exit(5)

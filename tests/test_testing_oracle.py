@@ -64,6 +64,26 @@ def test_flat_has_one_row_per_token_and_rank():
     assert other.x.tolist() == [[1, 10], [4, 40]]
 
 
+def test_slab_gives_each_expert_as_many_rows():
+    got = dispatch(0, layout="slab", capacity=4)
+    zero = [0.0, 0.0]
+    assert got.x.tolist() == [
+        [[1, 10], [3, 30], [3, 30], zero],
+        [[2, 20], [4, 40], zero, zero],
+        [zero, zero, zero, zero],
+    ]
+    assert got.topk_weights.tolist() == [[0.25, 2.0, 4.0, 0.0], [0.125, 16.0, 0.0, 0.0], [0.0] * 4]
+    assert got.num_tokens_per_expert.tolist() == [3, 2, 0]
+    assert got.offsets is None
+    ys = [torch.full((3, 4, 1), NAN), torch.full((2, 4, 1), NAN)]
+    ys[0][0, :3, 0], ys[0][1, :2, 0] = torch.tensor([1.0, 10.0, 100.0]), torch.tensor([1000.0, 1e4])
+    ys[1][0, 0], ys[1][1, 0] = 1e5, 1e6
+    home = reference_combine(ys, IDX, num_experts=5, rank=0, layout="slab", capacity=4)
+    assert home.tolist() == [[100001.0], [1000.0], [110.0]]
+    with pytest.raises(ValueError, match="capacity: 3 routes lead to one expert, and there are 2 rows"):
+        dispatch(0, layout="slab", capacity=2)
+
+
 def test_combine_sums_every_route_of_a_token():
     # Rows in the order of the dispatch above; each expert output is told apart by its power of ten.
     ys = [torch.tensor([[1.0], [10.0], [100.0], [1000.0], [1e4]]), torch.tensor([[1e5], [1e6]])]

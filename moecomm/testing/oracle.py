@@ -6,6 +6,7 @@ Written from the definition of the canonical order and from nothing else; it sha
 
     expert_major    for each local expert, for each source rank, for each of its tokens, for each k: one row per route;
                     then zero rows up to a multiple of expert_alignment
+    slab            the same, but then zero rows up to `capacity`, the same for each expert
     flat            for each source rank, for each of its tokens that chose any local expert: one row
 
 Both functions are plain torch and differentiable, so autograd through them is the reference for gradients, too.
@@ -27,13 +28,15 @@ class ReferenceReceived:
     """What one rank receives.
 
     Attributes:
-        x: `[N, H]`, the rows; zero where no route is.
-        topk_weights: `[N]`, flat: `[N, K]`; float32 (float64 beside float64 rows); 0 where no route is; None if no
-            weights were given.
+        x: `[N, H]`, slab: `[E_local, capacity, H]`, the rows; zero where no route is.
+        topk_weights: `[N]`, slab: `[E_local, capacity]`, flat: `[N, K]`; float32 (float64 beside float64 rows); 0 where
+            no route is; None if no weights were given.
         topk_idx: None, flat: `[N, K]` int32 local expert ids, -1 where the expert is elsewhere.
         num_tokens_per_expert: `[E_local]` int32, routes to each local expert.
-        offsets: `[E_local]` int32, inclusive prefix sums of the counts rounded up to the alignment; flat: None.
-        sources: `[N, 3]` int64, source rank, token and k of each row; -1 for padding, and for k in flat.
+        offsets: `[E_local]` int32, inclusive prefix sums of the counts rounded up to the alignment; expert_major
+            only.
+        sources: `[N, 3]` int64 (slab: N = E_local * capacity), source rank, token and k of each row; -1 for padding,
+            and for k in flat.
     """
 
     x: Tensor
@@ -53,6 +56,7 @@ def reference_dispatch(
     rank: int,
     layout: str = "expert_major",
     expert_alignment: int = 1,
+    capacity: int = 0,
 ) -> ReferenceReceived:
     """What `rank` receives when every rank dispatches.
 
@@ -62,13 +66,16 @@ def reference_dispatch(
         topk_weights: by rank, `[T_r, K]`; what stands at a -1 does not matter.
         num_experts: over all ranks, placed in contiguous blocks, the first E % R ranks hosting one more.
         rank: whose receive side.
-        layout: "expert_major" or "flat".
+        layout: "expert_major", "slab" or "flat".
         expert_alignment: pads the rows of each expert (expert_major).
+        capacity: rows of each expert (slab).
+
+    Raises:
+        ValueError: the layout is unknown, or more routes lead to an expert than `capacity`.
     """
     experts = _local_experts(num_experts, len(xs), rank)
     counts = _routes_per_expert(topk_idxs, num_experts)[experts.start : experts.stop]
-    padded = _rounded_up(counts, expert_alignment)
-    sources = _sources(topk_idxs, experts, layout, expert_alignment)
+    sources = _sources(topk_idxs, experts, layout, expert_alignment, capacity)
     source_rank, token, choice = sources.unbind(1)
     is_row = source_rank >= 0
 
@@ -89,12 +96,15 @@ def reference_dispatch(
         else:
             chosen = table.gather(1, choice.clamp_min(0)[:, None])[:, 0]
             weights = torch.where(is_row, chosen, 0.0)
+    if layout == "slab":
+        rows = rows.reshape(len(experts), capacity, rows.shape[1])
+        weights = None if weights is None else weights.reshape(len(experts), capacity)
     return ReferenceReceived(
         x=rows,
         topk_weights=weights,
         topk_idx=torch.where(here, ids - experts.start, -1).to(torch.int32) if layout == "flat" else None,
         num_tokens_per_expert=counts.to(torch.int32),
-        offsets=padded.cumsum(0).to(torch.int32) if layout == "expert_major" else None,
+        offsets=_rounded_up(counts, expert_alignment).cumsum(0).to(torch.int32) if layout == "expert_major" else None,
         sources=sources,
     )
 
@@ -108,15 +118,17 @@ def reference_combine(
     topk_weights: Tensor | None = None,
     layout: str = "expert_major",
     expert_alignment: int = 1,
+    capacity: int = 0,
 ) -> Tensor:
     """What `rank` gets back when every rank combines.
 
     Arguments:
-        ys: by rank, `[N_r, H]` float64, float32, bfloat16 or float16, in the order of `reference_dispatch`.
+        ys: by rank, `[N_r, H]`, slab: `[E_local, capacity, H]`, float64, float32, bfloat16 or float16, in the order of
+            `reference_dispatch`.
         topk_idxs: by rank, as dispatched.
-        num_experts, layout, expert_alignment: as dispatched.
+        num_experts, layout, expert_alignment, capacity: as dispatched.
         rank: whose tokens.
-        topk_weights: `[T, K]`, the weights of this rank's own tokens (expert_major only); None sums plainly.
+        topk_weights: `[T, K]`, the weights of this rank's own tokens (not for flat); None sums plainly.
 
     Returns:
         `[T, H]`: per token the sum over its routes in ascending k (flat: over ranks, ascending), of w * y, product and
@@ -125,19 +137,22 @@ def reference_combine(
     """
     if layout == "flat" and topk_weights is not None:
         raise ValueError("topk_weights: rows of layout 'flat' are summed over experts already and cannot be weighted")
+    if layout == "slab":
+        ys = [y.flatten(0, 1) for y in ys]
     own = topk_idxs[rank]
     num_tokens, num_topk = own.shape
     # Where the row of each term of each token's sum is, in all rows of all ranks one below the other; last: a zero row.
-    num_terms = num_topk if layout == "expert_major" else len(ys)
+    num_terms = len(ys) if layout == "flat" else num_topk
     num_rows = sum(y.shape[0] for y in ys)
     row_of = torch.full((num_tokens, num_terms), num_rows)
     first_row = 0
     for host, y in enumerate(ys):
-        sources = _sources(topk_idxs, _local_experts(num_experts, len(ys), host), layout, expert_alignment)
+        experts = _local_experts(num_experts, len(ys), host)
+        sources = _sources(topk_idxs, experts, layout, expert_alignment, capacity)
         if y.shape[0] != sources.shape[0]:
             raise ValueError(f"ys[{host}] must have {sources.shape[0]} rows, got {y.shape[0]}")
         mine = (sources[:, 0] == rank).nonzero()[:, 0]
-        column = sources[mine, 2] if layout == "expert_major" else torch.full_like(mine, host)
+        column = torch.full_like(mine, host) if layout == "flat" else sources[mine, 2]
         row_of[sources[mine, 1], column] = first_row + mine
         first_row += y.shape[0]
 
@@ -164,17 +179,19 @@ def _local_experts(num_experts: int, num_ranks: int, rank: int) -> range:
     return range(first, first + each + (rank < more))
 
 
-def _sources(topk_idxs: Sequence[Tensor], experts: range, layout: str, expert_alignment: int) -> Tensor:
+def _sources(topk_idxs: Sequence[Tensor], experts: range, layout: str, expert_alignment: int, capacity: int) -> Tensor:
     """Source rank, token and k of every row, `[N, 3]`, in the canonical order; -1 for padding, and for k in flat."""
     if layout == "flat":
         return torch.cat([_flat_rows(source, idx, experts) for source, idx in enumerate(topk_idxs)])
-    if layout != "expert_major":
-        raise ValueError(f"layout must be 'expert_major' or 'flat', got {layout!r}")
+    if layout not in ("expert_major", "slab"):
+        raise ValueError(f"layout must be 'expert_major', 'slab' or 'flat', got {layout!r}")
     # nonzero lists by token, then k; so the routes are listed by source, token, k, and a stable sort keeps that order.
     routes = torch.cat([_routes_of(source, idx, experts) for source, idx in enumerate(topk_idxs)])
     local_expert, order = routes[:, 0].sort(stable=True)
     counts = torch.bincount(local_expert, minlength=len(experts))
-    padded = _rounded_up(counts, expert_alignment)
+    padded = torch.full_like(counts, capacity) if layout == "slab" else _rounded_up(counts, expert_alignment)
+    if bool((counts > padded).any()):
+        raise ValueError(f"capacity: {int(counts.max())} routes lead to one expert, and there are {capacity} rows")
     # Each row moves down by the padding of the experts before its own.
     padding_before = (padded - counts).cumsum(0) - (padded - counts)
     rows = torch.full((int(padded.sum()), 3), -1)

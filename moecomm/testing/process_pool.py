@@ -68,8 +68,9 @@ class Worker:
             self.process.join(_FINISH_TIMEOUT)
         if not self.ready:
             raise RuntimeError(
-                f"a worker process did not start (exit code {self.process.exitcode}); a script that calls launch "
-                'must do so under `if __name__ == "__main__":`'
+                f"a worker process did not start (exit code {self.process.exitcode}): it could not import moecomm or "
+                "the main script, and has said why on stderr. A script that calls launch must do so under "
+                '`if __name__ == "__main__":`'
             )
 
     def send(self, message: Job | Finish) -> None:
@@ -130,8 +131,12 @@ class ProcessPool:
             while len(self._workers) < num_ranks:
                 self._workers.append(Worker())
             workers = self._workers[:num_ranks]
-            for worker in workers:
-                worker.await_ready()
+            try:
+                for worker in workers:
+                    worker.await_ready()
+            except RuntimeError:
+                self._end_workers()  # none of them may be left behind half started
+                raise
             self._num_jobs += 1
             port = self._store_port()
             for rank, worker in enumerate(workers):
@@ -144,10 +149,13 @@ class ProcessPool:
         """Ends all workers. Idempotent; in a forked child it does nothing, the workers are not its own."""
         if os.getpid() != self._pid:
             return
+        self._end_workers()
+        self._store = None
+
+    def _end_workers(self) -> None:
         for worker in self._workers:
             worker.close()
         self._workers = []
-        self._store = None
 
     def _store_port(self) -> int:
         if self._store is None:
