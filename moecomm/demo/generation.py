@@ -11,7 +11,7 @@ __all__ = ["generate"]
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel, prompt: str, *, num_bytes: int, window: int, temperature: float = 0.7, seed: int = 0
+    model: LanguageModel, prompt: str, *, num_bytes: int, window: int, temperature: float = 0.5, seed: int = 0
 ) -> str:
     """Continues `prompt` by `num_bytes` bytes. Collective: every rank of the model's group must make the same call.
 

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moecomm.bench import quick_table
 from moecomm.cli.console import Column, Console
 from moecomm.demo.checkpoint import load_model
@@ -48,6 +50,7 @@ def run_demo(args: argparse.Namespace) -> int:
     settings = _settings(args)
     output = Path(args.output)
     output.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(_num_threads(settings))
     text = load_text()
     limits = baselines(text)
     _introduce(console, settings, text, limits)
@@ -72,6 +75,11 @@ def _settings(args: argparse.Namespace) -> Settings:
     return settings if args.steps is None else dataclasses.replace(settings, steps=args.steps)
 
 
+def _num_threads(settings: Settings) -> int:
+    """Threads of each rank and of this process; the model is small, more would only wait for each other."""
+    return max(1, min(4, (os.cpu_count() or 1) // settings.ranks))
+
+
 def _introduce(console: Console, settings: Settings, text: Text, limits: dict[str, float]) -> None:
     console.heading("moecomm demo: a Mixture-of-Experts language model, its experts spread over processes")
     console.pairs(
@@ -89,7 +97,6 @@ def _introduce(console: Console, settings: Settings, text: Text, limits: dict[st
 
 def _train(console: Console, settings: Settings, output: Path, *, timeout: float) -> tuple[list[Course], str]:
     """Runs the ranks in processes while this one shows their progress."""
-    num_threads = max(1, (os.cpu_count() or 1) // settings.ranks)
     progress = output / "progress.txt"
     progress.unlink(missing_ok=True)
     outcome: dict[str, Any] = {}
@@ -97,7 +104,13 @@ def _train(console: Console, settings: Settings, output: Path, *, timeout: float
     def work() -> None:
         try:
             outcome["results"] = launch(
-                train_rank, settings.ranks, settings, str(output), num_threads, backend="processes", timeout=timeout
+                train_rank,
+                settings.ranks,
+                settings,
+                str(output),
+                _num_threads(settings),
+                backend="processes",
+                timeout=timeout,
             )
         except Exception as error:  # noqa: BLE001 - raised again in the main thread
             outcome["error"] = error
@@ -150,6 +163,10 @@ def _report_training(
     )  # fmt: skip
 
 
+def _ranks(settings: Settings) -> str:
+    return "1 rank" if settings.ranks == 1 else f"{settings.ranks} ranks"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
@@ -163,7 +180,7 @@ def _replay(console: Console, settings: Settings, course: Course) -> bool:
     agrees = worst <= REPLAY_TOLERANCE
     console.pairs(
         [
-            (f"{settings.ranks} ranks", "  ".join(f"{many:.6f}" for many, _ in pairs)),
+            (_ranks(settings), "  ".join(f"{many:.6f}" for many, _ in pairs)),
             ("1 process", "  ".join(f"{one:.6f}" for _, one in pairs)),
         ]
     )
@@ -177,7 +194,7 @@ def _replay(console: Console, settings: Settings, course: Course) -> bool:
 
 def _use_saved_model(console: Console, settings: Settings, text: Text, path: Path, course: Course) -> bool:
     """Loads in one process what several ranks have saved, judges it again, and lets it write."""
-    console.heading(f"The model saved by {settings.ranks} ranks, loaded in one process")
+    console.heading(f"The model saved by {_ranks(settings)}, loaded in one process")
     group = SoloGroup()
     model, communicator = load_model(path, group=group)
     with communicator:
@@ -200,7 +217,7 @@ def _draw(console: Console, settings: Settings, course: Course, output: Path, li
         return
     from moecomm.demo.pictures import draw_experts, draw_loss
 
-    what = f"{settings.experts} experts on {settings.ranks} ranks"
+    what = f"{settings.experts} experts on {_ranks(settings)}"
     draw_loss(course, output / "loss.png", baselines=limits, title=f"Byte-level language model, {what}")
     draw_experts(course, output / "experts.png", ranks=settings.ranks, title=f"Load of each expert, {what}")
     console.pairs([("loss", str(output / "loss.png")), ("experts", str(output / "experts.png"))])
