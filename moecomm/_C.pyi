@@ -155,6 +155,7 @@ def receive_eager(
     routes: int,
     num_tokens_per_expert: int,
     offsets: int,
+    tokens_per_expert: int,
     /,
 ) -> tuple[int, int, int]: ...
 def copy_expert_rows(

@@ -264,5 +264,5 @@ def test_instruction_sets_by_name():
 def test_kernels_by_name():
     assert available_kernels() == ["cpu", "reference"]
     assert kernels_for("cpu") is kernels_for("cpu")
-    with pytest.raises(ValueError, match="'cuda'; there are row kernels for cpu, reference"):
+    with pytest.raises(ValueError, match="'cuda'; there are kernels for cpu, reference"):
         kernels_for("cuda")

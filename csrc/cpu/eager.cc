@@ -108,17 +108,17 @@ class Receiver {
         }
     }
 
-    // Where each expert's rows begin at its rank. Experts of a rank follow each other in ascending id.
+    // Where each expert's rows begin at its rank, whose experts follow each other in ascending id.
     EagerOverflow place() {
-        int64_t end = 0;
+        std::vector<int64_t> ends(static_cast<size_t>(num_ranks_));
         for (int64_t e = 0; e < args_.num_experts; ++e) {
             const int32_t local = args_.expert_local[e];
+            int64_t& end = ends[static_cast<size_t>(args_.expert_rank[e])];
             if (args_.capacity > 0) {
                 if (totals_[e] > args_.capacity) return {e, totals_[e], args_.capacity};
                 starts_[e] = local * args_.capacity;
                 end = starts_[e] + totals_[e];
             } else {
-                if (local == 0) end = 0;
                 starts_[e] = end;
                 end += (totals_[e] + args_.alignment - 1) / args_.alignment * args_.alignment;
                 if (end > args_.num_rows) return {args_.expert_rank[e], end, args_.num_rows};
@@ -127,6 +127,8 @@ class Receiver {
             args_.num_tokens_per_expert[local] = static_cast<int32_t>(totals_[e]);
             args_.offsets[local] = static_cast<int32_t>(end);
         }
+        for (int64_t e = 0; e < args_.num_experts; ++e)
+            if (args_.expert_rank[e] == args_.rank) args_.tokens_per_expert[args_.expert_local[e]] += totals_[e];
         return {-1, 0, 0};
     }
 

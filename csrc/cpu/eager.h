@@ -41,6 +41,7 @@ struct EagerReceive {
     int64_t* routes;                 // [T, K] of my tokens, overwritten
     int32_t* num_tokens_per_expert;  // [E_local], overwritten
     int32_t* offsets;                // [E_local], overwritten: end of each expert's rows
+    int64_t* tokens_per_expert;      // [E_local], added to
 };
 
 // Where there is not room for all rows: the expert (slab) or rank (expert_major), its rows, and the rows there are.

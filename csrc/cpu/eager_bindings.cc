@@ -30,15 +30,31 @@ void bind_eager(py::module_& m) {
           [](const Addresses& windows, const std::vector<int64_t>& num_tokens, int64_t num_topk, uint64_t expert_rank,
              uint64_t expert_local, int64_t num_experts, int64_t rank, int64_t row_bytes, int64_t value_bytes,
              int64_t capacity, int64_t alignment, int64_t num_rows, uint64_t rows, uint64_t values, uint64_t used,
-             uint64_t counts, uint64_t routes, uint64_t num_tokens_per_expert, uint64_t offsets) {
+             uint64_t counts, uint64_t routes, uint64_t num_tokens_per_expert, uint64_t offsets,
+             uint64_t tokens_per_expert) {
               EagerOverflow overflow{};
               {
                   const py::gil_scoped_release release;
-                  overflow = receive_eager({windows, num_tokens, num_topk, at<const int32_t>(expert_rank),
-                                            at<const int32_t>(expert_local), num_experts, rank, row_bytes, value_bytes,
-                                            capacity, alignment, num_rows, at<char>(rows), at<char>(values),
-                                            at<int64_t>(used), at<int32_t>(counts), at<int64_t>(routes),
-                                            at<int32_t>(num_tokens_per_expert), at<int32_t>(offsets)});
+                  overflow = receive_eager({windows,
+                                            num_tokens,
+                                            num_topk,
+                                            at<const int32_t>(expert_rank),
+                                            at<const int32_t>(expert_local),
+                                            num_experts,
+                                            rank,
+                                            row_bytes,
+                                            value_bytes,
+                                            capacity,
+                                            alignment,
+                                            num_rows,
+                                            at<char>(rows),
+                                            at<char>(values),
+                                            at<int64_t>(used),
+                                            at<int32_t>(counts),
+                                            at<int64_t>(routes),
+                                            at<int32_t>(num_tokens_per_expert),
+                                            at<int32_t>(offsets),
+                                            at<int64_t>(tokens_per_expert)});
               }
               return std::make_tuple(overflow.index, overflow.need, overflow.room);
           });

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from moecomm.algorithms.base import Algorithm, Arrival, Returned, Session
 from moecomm.algorithms.calls import Call, Phase
-from moecomm.algorithms.collective_rows import RowExchange
+from moecomm.algorithms.collective_rows import RowExchange, as_bytes, join_planes
 from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.plan import block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
@@ -257,8 +257,8 @@ class Collective(Session):
         )
         self._check_memory(call, plan.rows_per_rank, row_format)
         rows = self._rows(routing)
-        planes = [rows.send(_as_bytes(plane)[rows.tokens()]) for plane in row_format.encode(x)]
-        buffer, offsets = _join(planes, rows.num_rows)
+        planes = [rows.send(as_bytes(plane)[rows.tokens()]) for plane in row_format.encode(x)]
+        buffer, offsets = join_planes(planes, rows.num_rows)
         weights, local_idx = self._send_metadata(rows, routing, topk_weights)
         self.count_tokens(torch.from_numpy(plan.num_tokens_per_expert))
         call.result = Arrival(
@@ -277,16 +277,16 @@ class Collective(Session):
         if routing.layout != "flat":
             if topk_weights is None:
                 return None, None
-            sent = _as_bytes(topk_weights.reshape(-1, 1))[rows.slots()]
+            sent = as_bytes(topk_weights.reshape(-1, 1))[rows.slots()]
             return rows.send(sent).view(topk_weights.dtype).reshape(-1), None
         chosen = routing.topk_idx[rows.tokens()].long()
         there = (chosen >= 0) & (self._placement.expert_rank[chosen] == rows.destinations()[:, None])
         local = torch.where(there, self._placement.expert_local[chosen], -1)
-        local_idx = rows.send(_as_bytes(local)).view(torch.int32)
+        local_idx = rows.send(as_bytes(local)).view(torch.int32)
         if topk_weights is None:
             return None, local_idx
         kept = torch.where(there, topk_weights[rows.tokens()], 0)
-        return rows.send(_as_bytes(kept)).view(topk_weights.dtype), local_idx
+        return rows.send(as_bytes(kept)).view(topk_weights.dtype), local_idx
 
     def _combine(
         self,
@@ -299,13 +299,13 @@ class Collective(Session):
     ) -> None:
         self._agree(call, np.zeros(self._num_counts, dtype=np.int32), 0)
         rows = self._rows(routing)
-        home = [rows.send_back(_as_bytes(plane)) for plane in row_format.encode(y)]
+        home = [rows.send_back(as_bytes(plane)) for plane in row_format.encode(y)]
         addresses = [[plane.data_ptr() + first * plane.shape[1] for first in rows.first_home()] for plane in home]
         num_tokens = routing.topk_idx.shape[0]
         out = row_format.reduce(num_tokens, rows.home_routes, addresses, topk_weights)
         returned = None
         if values is not None:
-            back = rows.send_back(_as_bytes(values.reshape(rows.num_rows, math.prod(values.shape[1:])))).view(
+            back = rows.send_back(as_bytes(values.reshape(rows.num_rows, math.prod(values.shape[1:])))).view(
                 values.dtype
             )
             returned = self._place_values(rows, routing, back)
@@ -383,21 +383,3 @@ class _Mode(Algorithm):
         values: torch.Tensor | None,
     ) -> Call:
         return self._session.begin_combine(y, routing, row_format, topk_weights=topk_weights, values=values)
-
-
-def _as_bytes(plane: torch.Tensor) -> torch.Tensor:
-    """`[N, ...]` rows as `[N, B]` uint8."""
-    row_bytes = math.prod(plane.shape[1:]) * plane.element_size()
-    if plane.numel() == 0:
-        return torch.empty((plane.shape[0], row_bytes), dtype=torch.uint8)
-    return plane.contiguous().view(torch.uint8).reshape(-1, row_bytes)
-
-
-def _join(planes: list[torch.Tensor], num_rows: int) -> tuple[bytearray, tuple[int, ...]]:
-    """Planes behind each other in one buffer."""
-    layout = block_layout(num_rows, tuple(plane.shape[1] for plane in planes))
-    buffer = bytearray(layout.nbytes)
-    view = np.frombuffer(buffer, dtype=np.uint8)
-    for plane, offset in zip(planes, layout.offsets, strict=True):
-        view[offset : offset + plane.numel()] = plane.reshape(-1).numpy()
-    return buffer, layout.offsets

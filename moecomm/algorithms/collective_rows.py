@@ -6,16 +6,18 @@ row of its block each of them is. On the way back they travel in the same order.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from moecomm.algorithms.plan import Layout, plan_exchange
+from moecomm.algorithms.plan import Layout, block_layout, plan_exchange
 from moecomm.kernels.base import ROW_BITS
 from moecomm.placement import Placement
 
-__all__ = ["RowExchange"]
+__all__ = ["RowExchange", "as_bytes", "join_planes"]
 
 
 class RowExchange:
@@ -127,3 +129,21 @@ def _targets(
         num_received.append(int(each.sum()))
     joined = np.concatenate(targets) if targets else np.empty(0, dtype=np.int64)
     return torch.from_numpy(joined.astype(np.int64)), num_received
+
+
+def as_bytes(plane: torch.Tensor) -> torch.Tensor:
+    """`[N, ...]` rows as `[N, B]` uint8."""
+    row_bytes = math.prod(plane.shape[1:]) * plane.element_size()
+    if plane.numel() == 0:
+        return torch.empty((plane.shape[0], row_bytes), dtype=torch.uint8)
+    return plane.contiguous().view(torch.uint8).reshape(-1, row_bytes)
+
+
+def join_planes(planes: list[torch.Tensor], num_rows: int) -> tuple[bytearray, tuple[int, ...]]:
+    """Planes behind each other in one buffer."""
+    layout = block_layout(num_rows, tuple(plane.shape[1] for plane in planes))
+    buffer = bytearray(layout.nbytes)
+    view = np.frombuffer(buffer, dtype=np.uint8)
+    for plane, offset in zip(planes, layout.offsets, strict=True):
+        view[offset : offset + plane.numel()] = plane.reshape(-1).numpy()
+    return buffer, layout.offsets

@@ -23,7 +23,7 @@ from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.codecs.base import RowFormat
-from moecomm.kernels.eager import CpuEagerKernels
+from moecomm.kernels.registry import eager_kernels_for
 
 __all__ = ["Eager", "Windows"]
 
@@ -82,7 +82,7 @@ class Eager(Algorithm):
         self._exchange = exchange
         self._sizes = sizes
         self._windows = Windows(exchange, sizes, num_windows=2 * max_in_flight)
-        self._kernels = CpuEagerKernels()
+        self._kernels = eager_kernels_for("cpu")
 
     def check_size(self, num_tokens: int) -> None:
         self._sizes.check(num_tokens)

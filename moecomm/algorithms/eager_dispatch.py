@@ -114,7 +114,12 @@ class EagerDispatch:
         placement = exchange.placement
         try:
             found = self.kernels.receive_eager(
-                incoming, block, placement.expert_rank, placement.expert_local, exchange.rank
+                incoming,
+                block,
+                placement.expert_rank,
+                placement.expert_local,
+                exchange.rank,
+                exchange.tokens_per_expert,
             )
         except Overflow as overflow:
             raise self._overflow(overflow, is_slab) from None
@@ -123,7 +128,6 @@ class EagerDispatch:
         if weights is not None:
             values = _values(leased.block, weights.dtype, layout.offsets[1], num_rows)
         leased.watch(*((x,) if values is None else (x, values)))
-        exchange.count_tokens(found.num_tokens_per_expert)
         self.call.result = Arrival(
             x=x,
             topk_weights=values,

@@ -1,24 +1,29 @@
-"""Finds the row kernels of a device by its name."""
+"""Finds the kernels of a device by its name."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 from moecomm.kernels.base import RowKernels
+from moecomm.kernels.eager import EagerKernels
 
-__all__ = ["available_kernels", "kernels_for"]
+__all__ = ["available_kernels", "eager_kernels_for", "kernels_for"]
 
 _KNOWN = {
     "cpu": ("moecomm.kernels.cpu", "CpuRowKernels"),
     "reference": ("moecomm.kernels.reference", "ReferenceRowKernels"),
 }
+_KNOWN_EAGER = {
+    "cpu": ("moecomm.kernels.cpu_eager", "CpuEagerKernels"),
+    "reference": ("moecomm.kernels.reference_eager", "ReferenceEagerKernels"),
+}
 
-_made: dict[str, RowKernels] = {}
+_made: dict[tuple[str, str], Any] = {}
 
 
 def available_kernels() -> list[str]:
-    """The names that `kernels_for` knows, sorted."""
+    """The names that `kernels_for` and `eager_kernels_for` know, sorted."""
     return sorted(_KNOWN)
 
 
@@ -31,11 +36,19 @@ def kernels_for(device_type: str) -> RowKernels:
     Raises:
         ValueError: the name is not known; the message lists those that are.
     """
-    if device_type not in _made:
-        if device_type not in _KNOWN:
-            raise ValueError(
-                f"device_type is {device_type!r}; there are row kernels for {', '.join(available_kernels())}"
-            )
-        module, name = _KNOWN[device_type]
-        _made[device_type] = cast(RowKernels, getattr(import_module(module), name)())
-    return _made[device_type]
+    return cast(RowKernels, _make(device_type, _KNOWN))
+
+
+def eager_kernels_for(device_type: str) -> EagerKernels:
+    """The low-latency kernels of a device; as `kernels_for`."""
+    return cast(EagerKernels, _make(device_type, _KNOWN_EAGER))
+
+
+def _make(device_type: str, known: dict[str, tuple[str, str]]) -> Any:
+    if device_type not in known:
+        raise ValueError(f"device_type is {device_type!r}; there are kernels for {', '.join(available_kernels())}")
+    where = known[device_type]
+    if where not in _made:
+        module, name = where
+        _made[where] = getattr(import_module(module), name)()
+    return _made[where]

@@ -1,0 +1,107 @@
+"""Low-latency kernels of the CPU: integers to the native code. Shapes as in `moecomm.kernels.eager`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from moecomm import _C
+from moecomm.kernels.checks import check_ids, check_values
+from moecomm.kernels.eager import Block, Incoming, Overflow, Sorted
+
+__all__ = ["CpuEagerKernels"]
+
+
+@final
+class CpuEagerKernels:
+    """Native low-latency kernels; see `moecomm.kernels.eager.EagerKernels` for what each does."""
+
+    def send_eager(
+        self, rows: Tensor, topk_idx: Tensor, weights: Tensor | None, expert_rank: Tensor, windows: Sequence[int]
+    ) -> tuple[Tensor, int]:
+        ids = check_ids("topk_idx", topk_idx)
+        num_tokens, num_topk = ids.shape
+        ids_out = torch.empty((num_tokens, num_topk), dtype=torch.int32)
+        itemsize = rows.element_size()
+        if weights is not None:
+            check_values("weights", weights, (num_tokens, num_topk))
+        fingerprint = _C.send_eager(
+            ids.data_ptr(),
+            ids.dtype is torch.int64,
+            num_tokens,
+            num_topk,
+            expert_rank.data_ptr(),
+            expert_rank.numel(),
+            rows.data_ptr(),
+            rows.stride(0) * itemsize,
+            rows.shape[1] * itemsize,
+            0 if weights is None else weights.data_ptr(),
+            0 if weights is None else weights.element_size(),
+            windows,
+            ids_out.data_ptr(),
+        )
+        return ids_out, fingerprint
+
+    def receive_eager(
+        self,
+        incoming: Incoming,
+        block: Block,
+        expert_rank: Tensor,
+        expert_local: Tensor,
+        rank: int,
+        tokens_per_expert: Tensor,
+    ) -> Sorted:
+        num_experts = expert_rank.numel()
+        num_ranks = len(incoming.windows)
+        counts = torch.empty((num_ranks, num_experts + num_ranks), dtype=torch.int32)
+        routes = torch.empty((incoming.num_tokens[rank], incoming.num_topk), dtype=torch.int64)
+        tokens = torch.empty(block.num_local, dtype=torch.int32)
+        offsets = torch.empty(block.num_local, dtype=torch.int32)
+        index, need, room = _C.receive_eager(
+            incoming.windows,
+            incoming.num_tokens,
+            incoming.num_topk,
+            expert_rank.data_ptr(),
+            expert_local.data_ptr(),
+            num_experts,
+            rank,
+            incoming.row_bytes,
+            incoming.value_bytes,
+            block.capacity,
+            block.alignment,
+            block.num_rows,
+            block.rows,
+            block.values,
+            block.used.data_ptr(),
+            counts.data_ptr(),
+            routes.data_ptr(),
+            tokens.data_ptr(),
+            offsets.data_ptr(),
+            tokens_per_expert.data_ptr(),
+        )
+        if index >= 0:
+            raise Overflow(index, need, room)
+        return Sorted(counts, routes, tokens, offsets)
+
+    def copy_expert_rows(
+        self, out: int, rows: Tensor, counts: Tensor, local_experts: tuple[int, int], capacity: int, alignment: int
+    ) -> None:
+        num_ranks, width = counts.shape
+        first, end = local_experts
+        row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+        _C.copy_expert_rows(
+            out,
+            rows.data_ptr(),
+            row_bytes,
+            counts.data_ptr(),
+            num_ranks,
+            width - num_ranks,
+            first,
+            end - first,
+            capacity,
+            alignment,
+        )

@@ -1,0 +1,166 @@
+"""What the tests of low-latency kernels share: placements, poisoned memory, messages, a receiver that is used again."""
+
+from dataclasses import dataclass, field
+
+import torch
+from kernel_cases import assert_same_bits
+
+from moecomm.kernels.eager import Block, Incoming, message_bytes
+from moecomm.kernels.registry import eager_kernels_for
+from moecomm.testing import masked
+from moecomm.testing.contracts.cases import random_rows
+
+CPU = eager_kernels_for("cpu")
+REFERENCE = eager_kernels_for("reference")
+POISON = 0xA5
+GUARD = 64  # poisoned bytes behind everything
+
+
+@dataclass
+class World:
+    """The placement of experts, and what each rank keeps between calls. `experts` names the rank of each expert."""
+
+    experts: list[int]
+    num_ranks: int
+    expert_rank: torch.Tensor = field(init=False)
+    expert_local: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.expert_rank = torch.tensor(self.experts, dtype=torch.int32)
+        local = [self.experts[:e].count(rank) for e, rank in enumerate(self.experts)]
+        self.expert_local = torch.tensor(local, dtype=torch.int32)
+
+    def num_local(self, rank):
+        return self.experts.count(rank)
+
+
+def blocks_of(num_experts, num_ranks):
+    each, more = divmod(num_experts, num_ranks)
+    return [rank for rank in range(num_ranks) for _ in range(each + (rank < more))]
+
+
+@dataclass
+class Memory:
+    """Bytes at any address, and poison around them that must not be touched."""
+
+    num_bytes: int
+    fill: int = POISON
+    shift: int = 0
+
+    def __post_init__(self):
+        self.whole = torch.full((self.num_bytes + 2 * GUARD,), POISON, dtype=torch.uint8)
+        self.part = self.whole[self.shift : self.shift + self.num_bytes]
+        self.part.fill_(self.fill)
+
+    @property
+    def address(self):
+        return self.whole.data_ptr() + self.shift
+
+
+@dataclass
+class Inputs:
+    rows: list[torch.Tensor]
+    ids: list[torch.Tensor]
+    weights: list[torch.Tensor] | None
+
+    @property
+    def row_bytes(self):
+        return self.rows[0].shape[1] * self.rows[0].element_size()
+
+    @property
+    def value_bytes(self):
+        return 0 if self.weights is None else self.weights[0].element_size()
+
+
+def inputs_of(world, tokens, num_topk, *, hidden, dtype=torch.bfloat16, values=None, routing=masked, seed=0):
+    num_experts = len(world.experts)
+    ids = [routing(n, num_experts, num_topk, seed=100 * seed + rank) for rank, n in enumerate(tokens)]
+    rows = [random_rows((n, hidden), dtype, f"{seed} {rank}") for rank, n in enumerate(tokens)]
+    weights = None
+    if values is not None:
+        weights = [torch.randn(i.shape, dtype=values).masked_fill(i < 0, float("nan")) for i in ids]
+    return Inputs(rows, ids, weights)
+
+
+def send(kernels, world, inputs):
+    """Everybody's messages, `[destination][source]`."""
+    windows = [
+        [Memory(message_bytes(ids.shape[0], ids.shape[1], inputs.row_bytes, inputs.value_bytes)) for ids in inputs.ids]
+        for _ in range(world.num_ranks)
+    ]
+    sent = []
+    for rank, (rows, ids) in enumerate(zip(inputs.rows, inputs.ids, strict=True)):
+        weights = None if inputs.weights is None else inputs.weights[rank]
+        mine = [windows[peer][rank].address for peer in range(world.num_ranks)]
+        sent.append(kernels.send_eager(rows, ids, weights, world.expert_rank, mine))
+    return windows, sent
+
+
+@dataclass
+class Receiver:
+    """The block of one rank and form, used again and again by one implementation."""
+
+    kernels: object
+    world: World
+    rank: int
+    row_bytes: int
+    value_bytes: int
+    capacity: int
+    alignment: int
+    num_rows: int
+    shift: int = 0
+
+    def __post_init__(self):
+        num_local = self.world.num_local(self.rank)
+        num_rows = num_local * self.capacity if self.capacity else self.num_rows
+        self.rows = Memory(num_rows * self.row_bytes, fill=0, shift=self.shift)
+        self.values = Memory(num_rows * self.value_bytes, fill=0, shift=self.shift)
+        self.used = torch.zeros(max(1, num_local), dtype=torch.int64)
+        self.tokens_per_expert = torch.zeros(num_local, dtype=torch.int64)
+
+    def receive(self, windows, inputs):
+        block = Block(
+            rows=self.rows.address,
+            values=self.values.address if self.value_bytes else 0,
+            used=self.used,
+            capacity=self.capacity,
+            alignment=self.alignment,
+            num_rows=self.num_rows,
+            num_local=self.world.num_local(self.rank),
+        )
+        incoming = Incoming(
+            [window.address for window in windows[self.rank]],
+            [ids.shape[0] for ids in inputs.ids],
+            inputs.ids[0].shape[1],
+            inputs.row_bytes,
+            inputs.value_bytes,
+        )
+        world = self.world
+        return self.kernels.receive_eager(
+            incoming, block, world.expert_rank, world.expert_local, self.rank, self.tokens_per_expert
+        )
+
+    @property
+    def everything(self):
+        return torch.cat([self.rows.whole, self.values.whole])
+
+
+def pair_of(world, rank, inputs, **form):
+    return [Receiver(k, world, rank, inputs.row_bytes, inputs.value_bytes, **form) for k in (CPU, REFERENCE)]
+
+
+def compare(got, want, got_result, want_result):
+    for one, other in zip(got_result, want_result, strict=True):
+        assert_same_bits(one, other)
+    assert_same_bits(got.everything, want.everything)
+    assert_same_bits(got.used, want.used)
+    assert_same_bits(got.tokens_per_expert, want.tokens_per_expert)
+
+
+def slab(world, tokens):
+    return {"capacity": max(1, sum(tokens)), "alignment": 1, "num_rows": max(1, sum(tokens))}
+
+
+def grouped(world, tokens, num_topk, alignment):
+    rows = sum(tokens) * num_topk + len(world.experts) * alignment
+    return {"capacity": 0, "alignment": alignment, "num_rows": rows}
