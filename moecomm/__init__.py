@@ -4,8 +4,9 @@ Layers, and imports only go down:
 
     integrations, cli, bench, demo
     nn
-    gradients, functional           torch operators, autograd
     communicator                    what the user calls
+    functional                      torch operators
+    gradients                       autograd
     exchanger                       a call's checks, below autograd
     algorithms                      who sends what to whom, in which order
     codecs                          numbers to row bytes
@@ -16,7 +17,6 @@ Layers, and imports only go down:
 `errors`, `groups` and `placement` may be imported by all; `testing` may import all.
 """
 
-import moecomm.gradients  # noqa: F401 - registers the torch operators
 from moecomm.communicator import Communicator
 from moecomm.errors import (
     CallMismatch,

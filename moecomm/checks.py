@@ -8,10 +8,11 @@ import torch
 
 from moecomm.handle import Handle
 
-__all__ = ["check_combine", "check_dispatch", "check_handle", "check_layout", "check_sizes"]
+__all__ = ["SUMMABLE", "check_combine", "check_dispatch", "check_handle", "check_layout", "check_sizes"]
 
 _LAYOUTS = {"throughput": ("expert_major", "flat"), "low_latency": ("slab", "expert_major")}
-_SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of rows that can be summed, and so have gradients."""
 
 
 def _check_matrix(name: str, tensor: Any, shape: str) -> None:
@@ -75,7 +76,7 @@ def _check_weights(topk_weights: Any, shape: tuple[int, ...]) -> None:
     _check_matrix("topk_weights", topk_weights, "[num_tokens, num_topk]")
     if tuple(topk_weights.shape) != shape:
         raise ValueError(f"topk_weights has shape {list(topk_weights.shape)}, topk_idx has {list(shape)}")
-    if topk_weights.dtype not in _SUMMABLE:
+    if topk_weights.dtype not in SUMMABLE:
         raise TypeError(f"topk_weights must be floating point ({_names()}), got {topk_weights.dtype}")
 
 
@@ -86,7 +87,7 @@ def check_combine(y: Any, topk_weights: Any, *, num_rows: int, hidden: int, rout
         raise ValueError(f"y has {y.shape[0]} rows, the dispatch of this handle brought {num_rows}")
     if y.shape[1] != hidden:
         raise ValueError(f"y has hidden size {y.shape[1]}, the communicator was made for hidden={hidden}")
-    if y.dtype not in _SUMMABLE:
+    if y.dtype not in SUMMABLE:
         raise TypeError(f"y: rows of dtype {y.dtype} cannot be summed; supported: {_names()}")
     if topk_weights is not None and layout == "flat":
         raise ValueError(
@@ -97,7 +98,7 @@ def check_combine(y: Any, topk_weights: Any, *, num_rows: int, hidden: int, rout
 
 
 def _names() -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _SUMMABLE)
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in SUMMABLE)
 
 
 def check_sizes(**sizes: tuple[int, int | None]) -> None:

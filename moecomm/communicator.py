@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moecomm.algorithms.base import Returned
+from moecomm import functional
+from moecomm.algorithms.base import Arrival, Returned
+from moecomm.algorithms.calls import Call
 from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.registry import make_session
 from moecomm.checks import check_sizes
 from moecomm.codecs.registry import make_codec
 from moecomm.exchanger import Exchanger
+from moecomm.gradients import is_recording, is_traced, record_combine, record_dispatch
 from moecomm.groups import as_group
-from moecomm.handle import Handle, Received, form_of, received_of
+from moecomm.handle import Handle, Received, received_of
 from moecomm.placement import Placement
 from moecomm.work import Work
 
@@ -214,13 +217,15 @@ class Communicator:
             CallMismatch, PeerTimeout, PeerLost, PeerFailed: the ranks did not all make the same call in time.
         """
         layout = layout or _DEFAULT_LAYOUT.get(mode, "expert_major")
-        if torch.compiler.is_compiling() or _requires_grad(x, topk_weights):
-            return self._dispatch_op(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle, call=-1)
-        exchanger = self._exchanger
-        call = exchanger.begin_dispatch(
-            x, topk_idx, topk_weights, mode, layout, expert_alignment, handle, make_room=True
+        if is_traced():
+            return functional.dispatch(
+                self._exchanger, x, topk_idx, topk_weights, mode, layout, expert_alignment, handle
+            )
+        recording = is_recording(x, topk_weights)
+        call = self._exchanger.begin_dispatch(
+            *(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle), make_room=True, recording=recording
         )
-        return exchanger.received(exchanger.finish(call))
+        return self._received(call, x, topk_weights, recording)
 
     def dispatch_async(
         self,
@@ -240,13 +245,15 @@ class Communicator:
             As `dispatch`; errors of the exchange come from `wait`.
         """
         layout = layout or _DEFAULT_LAYOUT.get(mode, "expert_major")
-        exchanger = self._exchanger
-        call = exchanger.begin_dispatch(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle)
-        if not _requires_grad(x, topk_weights):
-            return Work(exchanger.session, call, lambda: exchanger.received(exchanger.finish(call)))
-        arguments = (x, topk_idx, topk_weights, mode, layout, expert_alignment, handle)
-        token = exchanger.keep(call)
-        return Work(exchanger.session, call, lambda: self._dispatch_op(*arguments, call=token))
+        if is_traced():
+            return Work.done_with(
+                functional.dispatch(self._exchanger, x, topk_idx, topk_weights, mode, layout, expert_alignment, handle)
+            )
+        recording = is_recording(x, topk_weights)
+        call = self._exchanger.begin_dispatch(
+            *(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle), recording=recording
+        )
+        return Work(self._exchanger.session, call, lambda: self._received(call, x, topk_weights, recording))
 
     def combine(self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None) -> torch.Tensor:
         """Brings the experts' rows home and sums them per token. Collective; differentiable in both tensors.
@@ -270,11 +277,11 @@ class Communicator:
             As `dispatch`.
         """
         y = _rows_of(y, handle)
-        if torch.compiler.is_compiling() or _requires_grad(y, topk_weights):
-            return self._combine_op(y, handle, topk_weights, call=-1)
-        exchanger = self._exchanger
-        returned: Returned = exchanger.finish(exchanger.begin_combine(y, handle, topk_weights, make_room=True))
-        return returned.x
+        if is_traced():
+            return functional.combine(y, handle, topk_weights)
+        recording = is_recording(y, topk_weights)
+        call = self._exchanger.begin_combine(y, handle, topk_weights, make_room=True, recording=recording)
+        return self._combined(call, y, handle, topk_weights, recording)
 
     def combine_async(
         self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None
@@ -286,12 +293,11 @@ class Communicator:
             As `combine`; errors of the exchange come from `wait`.
         """
         y = _rows_of(y, handle)
-        exchanger = self._exchanger
-        call = exchanger.begin_combine(y, handle, topk_weights)
-        if not _requires_grad(y, topk_weights):
-            return Work(exchanger.session, call, lambda: exchanger.finish(call).x)
-        token = exchanger.keep(call)
-        return Work(exchanger.session, call, lambda: self._combine_op(y, handle, topk_weights, call=token))
+        if is_traced():
+            return Work.done_with(functional.combine(y, handle, topk_weights))
+        recording = is_recording(y, topk_weights)
+        call = self._exchanger.begin_combine(y, handle, topk_weights, recording=recording)
+        return Work(self._exchanger.session, call, lambda: self._combined(call, y, handle, topk_weights, recording))
 
     def combine_buffer(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the experts' outputs that peers can read where it is, so that `combine` copies nothing.
@@ -339,51 +345,25 @@ class Communicator:
             f"hidden={self.hidden}, num_topk={self.num_topk}, transport={self.transport_name!r})"
         )
 
-    # -- through the torch operators: for autograd and torch.compile -------------------------------------------------
+    # -- what a call gives -------------------------------------------------------------------------------------------
 
-    def _dispatch_op(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        mode: str,
-        layout: Layout,
-        expert_alignment: int,
-        handle: Handle | None,
-        *,
-        call: int,
-    ) -> Received:
-        ops = torch.ops.moecomm
-        if handle is None:
-            outputs = ops.dispatch(x, topk_idx, topk_weights, self.id, mode, layout, expert_alignment, call)
-            received, weights, local_idx, num_tokens_per_expert, offsets, routes, idx, counts, stamp = outputs
-            capacity = self._exchanger.capacity(mode, layout, expert_alignment)
-            num_rows = received.shape[0]
-            handle = Handle(routes, idx, counts, stamp, layout, expert_alignment, num_rows, self.id, capacity)
-        else:
-            outputs = ops.dispatch_cached(x, topk_weights, *_spread(handle), self.id, handle.num_rows, call)
-            received, weights, local_idx, num_tokens_per_expert, offsets = outputs
-        return received_of(
-            received,
-            None if topk_weights is None else weights,
-            local_idx if handle.layout == "flat" else None,
-            num_tokens_per_expert,
-            offsets,
-            handle,
-        )
+    def _received(self, call: Call, x: torch.Tensor, topk_weights: torch.Tensor | None, recording: bool) -> Received:
+        arrival: Arrival = self._exchanger.finish(call)
+        handle = self._exchanger.handle(arrival)
+        rows, weights = arrival.x, arrival.topk_weights
+        if recording:
+            self._exchanger.remember(handle.stamp)
+            rows, weights = record_dispatch(x, topk_weights, rows, weights, handle)
+        return received_of(rows, weights, arrival.topk_idx, arrival.num_tokens_per_expert, arrival.offsets, handle)
 
-    def _combine_op(
-        self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None, *, call: int
+    def _combined(
+        self, call: Call, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None, recording: bool
     ) -> torch.Tensor:
-        out: torch.Tensor
-        out, _ = torch.ops.moecomm.combine(y, topk_weights, None, *_spread(handle), self.id, call)
-        return out
-
-
-def _spread(handle: Handle) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, str, int]:
-    """A handle as the operators take it."""
-    form = form_of(handle.layout, handle.capacity)
-    return handle.routes, handle.topk_idx, handle.counts, handle.stamp, form, handle.expert_alignment
+        returned: Returned = self._exchanger.finish(call)
+        if not recording:
+            return returned.x
+        sums, _ = record_combine(y, topk_weights, None, returned.x, None, handle)
+        return sums
 
 
 def _rows_of(y: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -391,7 +371,3 @@ def _rows_of(y: torch.Tensor, handle: Handle) -> torch.Tensor:
     if isinstance(y, torch.Tensor) and y.dim() == 3 and isinstance(handle, Handle) and handle.layout == "slab":
         return y.flatten(0, 1) if y.shape[1] == handle.capacity else y
     return y
-
-
-def _requires_grad(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)

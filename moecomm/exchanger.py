@@ -16,13 +16,20 @@ from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.checks import check_combine, check_dispatch, check_handle, check_layout
-from moecomm.codecs.base import Codec
+from moecomm.codecs.base import Codec, RowFormat
 from moecomm.errors import CommunicatorClosed, RoutingChanged
-from moecomm.handle import Handle, Received, received_of
+from moecomm.handle import Handle
 from moecomm.kernels.base import weights_dtype
+from moecomm.kernels.registry import kernels_for
 from moecomm.placement import Placement
+from moecomm.recompute import RoutingLog, is_recomputing
 
 __all__ = ["Exchanger", "find_exchanger"]
+
+_CHANGED = (
+    "topk_idx differs, so gradients would be wrong. Keep the router outside the checkpointed part, make it "
+    "deterministic (dropout, jitter, a bias updated in between), or keep what was exchanged (moecomm.nn.keep_exchanges)"
+)
 
 _ids = itertools.count()
 _live: weakref.WeakValueDictionary[int, Exchanger] = weakref.WeakValueDictionary()
@@ -54,7 +61,7 @@ class Exchanger:
     Attributes:
         id: number of the communicator in this process.
         num_local_experts: E_local.
-        counts_shape: `(R, E + R)`, of a handle's counts.
+        sizes: R, E, E_local.
     """
 
     def __init__(
@@ -62,18 +69,20 @@ class Exchanger:
     ) -> None:
         self.session = session
         self.num_local_experts = len(placement.local_experts(rank))
-        self.counts_shape = (placement.num_ranks, placement.num_experts + placement.num_ranks)
+        self.sizes = (placement.num_ranks, placement.num_experts, self.num_local_experts)
         self.id = next(_ids)
         self._codec = codec
         self._hidden = hidden
         self._max_topk = max_topk
-        self._kept_calls: dict[int, Call] = {}
+        self._placement = placement
+        self._log = RoutingLog()
         self._closed = False
         _live[self.id] = self
 
     def capacity(self, mode: str, layout: str, expert_alignment: int) -> int:
         """Rows of a dispatch of fixed shape (slab: per expert); 0 = as many as arrive."""
-        return self.session.algorithms[mode].capacity(layout, expert_alignment)
+        algorithm = self.session.algorithms.get(mode)
+        return 0 if algorithm is None else algorithm.capacity(layout, expert_alignment)
 
     def begin_dispatch(
         self,
@@ -84,10 +93,16 @@ class Exchanger:
         layout: Layout,
         expert_alignment: int,
         handle: Handle | None,
+        *,
         make_room: bool = False,
+        recording: bool = False,
     ) -> Call:
-        """Checks the arguments of `Communicator.dispatch` and begins it; `make_room`: if need be, first finishes the
-        oldest call in flight."""
+        """Checks the arguments of `Communicator.dispatch` and begins it.
+
+        Arguments:
+            make_room: if need be, first finish the oldest call in flight.
+            recording: autograd records what the call gives.
+        """
         self._check_open()
         if make_room:
             self.session.make_room()
@@ -100,103 +115,131 @@ class Exchanger:
                 algorithm.check_size(x.shape[0])
                 capacity = algorithm.capacity(layout, expert_alignment)
                 routing = Routing(topk_idx, layout, expert_alignment, capacity=capacity)
+                if recording and is_recomputing():
+                    self._check_recompute(topk_idx)
             else:
                 if topk_idx is not None:
                     raise ValueError("topk_idx must be None when a handle is given: the handle holds the routing")
-                check_handle(handle, self.id)
-                num_tokens = handle.num_tokens
-                check_dispatch(
-                    x,
-                    handle.topk_idx,
-                    topk_weights,
-                    hidden=self._hidden,
-                    max_topk=self._max_topk,
-                    num_tokens=num_tokens,
-                )
-                algorithm = self.session.algorithms[handle.mode]
-                routing = _routing(handle)
+                routing = self._known(handle, x, topk_weights, self._hidden)
+                mode = handle.mode
             row_format = self._codec.row_format(self._hidden, x.dtype)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RoutingChanged) as error:
             self.session.refuse(Operation.DISPATCH, error)
             raise
+        return self._send(x, topk_weights, routing, row_format, mode)
+
+    def _known(self, handle: Handle, x: torch.Tensor, topk_weights: torch.Tensor | None, hidden: int) -> Routing:
+        """The routing of a handle, checked against what is to go that way."""
+        check_handle(handle, self.id)
+        check_dispatch(
+            x,
+            handle.topk_idx,
+            topk_weights,
+            hidden=hidden,
+            max_topk=self._max_topk,
+            num_tokens=handle.num_tokens,
+        )
+        return _routing(handle)
+
+    def _send(
+        self, x: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing, row_format: RowFormat, mode: str
+    ) -> Call:
         if x.stride(-1) != 1:
             x = x.contiguous()
+        algorithm = self.session.algorithms[mode]
         return algorithm.begin_dispatch(x, routing, row_format, _kept(topk_weights, x.dtype))
 
     def begin_combine(
-        self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None, make_room: bool = False
-    ) -> Call:
-        """Checks the arguments of `Communicator.combine` and begins it."""
-        return self._begin_combine(y, handle, topk_weights, values=None, make_room=make_room)
-
-    def _begin_combine(
         self,
         y: torch.Tensor,
         handle: Handle,
-        topk_weights: torch.Tensor | None,
+        topk_weights: torch.Tensor | None = None,
         *,
-        values: torch.Tensor | None,
-        make_room: bool,
+        values: torch.Tensor | None = None,
+        make_room: bool = False,
+        recording: bool = False,
     ) -> Call:
+        """Checks the arguments of `Communicator.combine` and begins it.
+
+        Arguments:
+            values: `[N]` (flat: `[N, K]`), also brought home, route by route; with them `y` may be `[N, 0]`.
+            make_room, recording: as in `begin_dispatch`.
+        """
         self._check_open()
         if make_room:
             self.session.make_room()
+        hidden = self._width(y, values)
         try:
             check_handle(handle, self.id)
             check_combine(
-                y,
-                topk_weights,
-                num_rows=handle.num_rows,
-                hidden=self._hidden,
-                routes=handle.routes,
-                layout=handle.layout,
+                y, topk_weights, num_rows=handle.num_rows, hidden=hidden, routes=handle.routes, layout=handle.layout
             )
-            row_format = self._codec.row_format(self._hidden, y.dtype)
+            row_format = self._codec.row_format(hidden, y.dtype)
         except (ValueError, TypeError) as error:
             self.session.refuse(Operation.COMBINE, error)
             raise
-        weights = _kept(topk_weights, y.dtype)
         return self.session.algorithms[handle.mode].begin_combine(
-            y.contiguous(), _routing(handle), row_format, topk_weights=weights, values=values
+            y.contiguous(),
+            _routing(handle),
+            row_format,
+            topk_weights=_kept(topk_weights, y.dtype),
+            values=_kept(values, y.dtype),
         )
 
-    def combine_with_values(self, y: torch.Tensor, values: torch.Tensor, handle: Handle) -> Returned:
-        """A combine without weights that also brings one value per received row (flat: K per row) home."""
-        values = values.to(weights_dtype(y.dtype)).contiguous()
-        returned: Returned = self.finish(self._begin_combine(y, handle, None, values=values, make_room=True))
-        return returned
-
-    def return_values(self, values: torch.Tensor, handle: Handle) -> torch.Tensor:
-        """Brings one value per received row home: `[N]` to `[T, K]`, 0 where there is no route. No rows travel."""
-        self._check_open()
-        self.session.make_room()
-        rows = values.new_empty((handle.num_rows, 0))
-        row_format = self._codec.row_format(0, values.dtype)
-        call = self.session.algorithms[handle.mode].begin_combine(
-            rows, _routing(handle), row_format, topk_weights=None, values=values
-        )
-        returned: Returned = self.finish(call)
-        assert returned.values is not None
-        return returned.values
+    def _width(self, rows: torch.Tensor, values: torch.Tensor | None) -> int:
+        """The columns that rows must have: H, or none where only values travel."""
+        return 0 if values is not None and rows.dim() == 2 and rows.shape[1] == 0 else self._hidden
 
     def finish(self, call: Call) -> Any:
         """Carries a call to its end and gives its result or raises its error."""
         return self.session.finish(call)
 
-    def keep(self, call: Call) -> int:
-        """Keeps a begun call for an operator, which can only be given the number that this returns."""
-        self._kept_calls[call.sequence] = call
-        return call.sequence
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        values: torch.Tensor | None = None,
+    ) -> Returned:
+        """`begin_combine` and `finish` in one."""
+        returned: Returned = self.finish(self.begin_combine(y, handle, topk_weights, values=values, make_room=True))
+        return returned
 
-    def take(self, token: int) -> Call:
-        """The call kept under this number."""
-        return self._kept_calls.pop(token)
+    def dispatch_again(self, x: torch.Tensor, topk_weights: torch.Tensor | None, handle: Handle) -> Arrival:
+        """A dispatch with a known routing; with weights `x` may be `[T, 0]`."""
+        self._check_open()
+        self.session.make_room()
+        hidden = self._width(x, topk_weights)
+        try:
+            routing = self._known(handle, x, topk_weights, hidden)
+            row_format = self._codec.row_format(hidden, x.dtype)
+        except (ValueError, TypeError) as error:
+            self.session.refuse(Operation.CACHED_DISPATCH, error)
+            raise
+        arrival: Arrival = self.finish(self._send(x, topk_weights, routing, row_format, handle.mode))
+        return arrival
 
-    def received(self, arrival: Arrival) -> Received:
-        """What a dispatch brought, as the user gets it."""
+    def weighted_adjoint(
+        self, grad: torch.Tensor, y: torch.Tensor, topk_weights: torch.Tensor, handle: Handle
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of the rows `[N, H]` and the weights `[T, K]` of a weighted combine.
+
+        The gradients of its sums and the weights meet the experts' outputs where those are; one value per route comes
+        home.
+        """
+        arrival = self.dispatch_again(grad, topk_weights, handle)
+        assert arrival.topk_weights is not None
+        grad_y, products = kernels_for("cpu").scale_dot(arrival.x, y.contiguous(), arrival.topk_weights)
+        returned = self.combine(products.new_empty((handle.num_rows, 0)), handle, values=products)
+        assert returned.values is not None
+        return grad_y, returned.values
+
+    def handle(self, arrival: Arrival) -> Handle:
+        """The handle of what arrived."""
         routing = arrival.routing
         assert routing.routes is not None and routing.counts is not None and routing.stamp is not None  # noqa: PT018
-        handle = Handle(
+        return Handle(
             routing.routes,
             routing.topk_idx,
             routing.counts,
@@ -208,24 +251,32 @@ class Exchanger:
             routing.capacity,
             routing.origin,
         )
-        return received_of(
-            arrival.x, arrival.topk_weights, arrival.topk_idx, arrival.num_tokens_per_expert, arrival.offsets, handle
-        )
 
-    def check_same_routing(self, expected: torch.Tensor, handle: Handle) -> None:
-        """Compares the routing that backward sees with the forward's.
+    # -- recompute under activation checkpointing --------------------------------------------------------------------
+
+    def remember(self, stamp: torch.Tensor) -> None:
+        """Notes the routing of a dispatch that a recompute may repeat."""
+        self._log.add(stamp.tolist()[1])
+
+    def _check_recompute(self, topk_idx: torch.Tensor) -> None:
+        """Raises RoutingChanged if no forward has routed like this."""
+        placement = self._placement
+        counts = torch.empty(placement.num_experts + placement.num_ranks, dtype=torch.int32)
+        fingerprint = kernels_for("cpu").count_routes(topk_idx, placement.expert_rank, placement.num_ranks, counts)
+        if fingerprint not in self._log:
+            raise RoutingChanged(f"a recompute dispatches otherwise than any forward did: {_CHANGED}")
+
+    def check_same_routing(self, forward: torch.Tensor, recompute: torch.Tensor, operation: Operation) -> None:
+        """Compares the stamps of the routing in the forward and in its recompute.
 
         Raises:
-            RoutingChanged: if they differ. The peers learn that this rank gave up.
+            RoutingChanged: if they differ. The peers learn that this rank gave up on the operation.
         """
-        if int(expected[1]) == int(handle.stamp[1]):
+        (first, expected), (second, found) = forward.tolist(), recompute.tolist()
+        if expected == found:
             return
-        error = RoutingChanged(
-            f"the routing of dispatch #{int(expected[0])} changed between forward and recompute (dispatch "
-            f"#{int(handle.stamp[0])}): topk_idx differs, so gradients would be wrong. Keep the router outside the "
-            "checkpointed region, or make it deterministic (dropout, jitter, a bias updated in between)"
-        )
-        self.session.refuse(Operation.COMBINE, error)
+        error = RoutingChanged(f"dispatch #{second} repeats dispatch #{first} for the backward, but {_CHANGED}")
+        self.session.refuse(operation, error)
         raise error
 
     def combine_buffer(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
@@ -245,7 +296,6 @@ class Exchanger:
         """Idempotent."""
         self._closed = True
         _live.pop(self.id, None)
-        self._kept_calls.clear()
         self.session.close()
 
     def _check_open(self) -> None:

@@ -1,4 +1,5 @@
-"""The torch operators `torch.ops.moecomm.*`: dispatch, combine and their adjoints, for autograd and torch.compile.
+"""The torch operators `torch.ops.moecomm.*`: dispatch, combine and their adjoints, for torch.compile and all else that
+looks at operators; where nothing does, `Communicator` goes past them.
 
     operator          forward                            adjoint
     dispatch          rows to their experts              combine (of rows, and of the weights' gradients)
@@ -7,9 +8,9 @@
     combine_adjoint   gradients of a weighted combine    (not differentiable)
 
 Operators take tensors and numbers only, so a handle travels as its tensors (`routes`, `topk_idx`, `counts`, `stamp`)
-and a communicator as its id. A handle's `layout` is followed by `:capacity` where its shape is fixed. `call` is the
-number of a call that has begun already, or -1. Outputs that do not exist (no weights, no local ids) are empty tensors.
-`expected` is the stamp of the forward's routing; it differs from `stamp` if a recompute has routed differently.
+and a communicator as its id. A `form` is a layout, followed by `:capacity` where the shape is fixed. Outputs that do
+not exist (no weights, no local ids) are empty tensors. Shapes follow from the arguments alone, so that a compiled graph
+may be kept for other communicators and other processes.
 """
 
 from __future__ import annotations
@@ -19,44 +20,87 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moecomm.algorithms.base import Arrival, Returned
+from moecomm.algorithms.base import Arrival
+from moecomm.algorithms.plan import Layout
 from moecomm.exchanger import Exchanger, find_exchanger
-from moecomm.handle import Handle
+from moecomm.gradients import is_recording, record_combine, record_dispatch, spread
+from moecomm.handle import Handle, Received, form_of, received_of
 from moecomm.kernels.base import weights_dtype
-from moecomm.kernels.registry import kernels_for
 
-__all__: list[str] = []
+__all__ = ["combine", "dispatch"]
 
-_HANDLE = "Tensor routes, Tensor topk_idx, Tensor counts, Tensor stamp, str layout, int expert_alignment, int comm"
+_HANDLE = "Tensor routes, Tensor topk_idx, Tensor counts, Tensor stamp, str form, int expert_alignment, int comm"
 
 _library: Any = torch.library.Library("moecomm", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
-    "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, int comm, str mode, str layout, int expert_alignment, "
-    "int call) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, str mode, str form, int expert_alignment, int comm, "
+    "int num_ranks, int num_experts, int num_local_experts) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
-    f"dispatch_cached(Tensor x, Tensor? topk_weights, {_HANDLE}, SymInt num_rows, int call, Tensor? expected=None) "
+    f"dispatch_cached(Tensor x, Tensor? topk_weights, {_HANDLE}, SymInt num_rows, int num_local_experts) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_library.define(
-    f"combine(Tensor y, Tensor? topk_weights, Tensor? values, {_HANDLE}, int call, Tensor? expected=None) "
-    "-> (Tensor, Tensor)"
-)
-_library.define(
-    f"combine_adjoint(Tensor grad, Tensor y, Tensor topk_weights, {_HANDLE}, Tensor expected) -> (Tensor, Tensor)"
-)
+_library.define(f"combine(Tensor y, Tensor? topk_weights, Tensor? values, {_HANDLE}) -> (Tensor, Tensor)")
+_library.define(f"combine_adjoint(Tensor grad, Tensor y, Tensor topk_weights, {_HANDLE}) -> (Tensor, Tensor)")
+
+_ops = torch.ops.moecomm
 
 
-# -- CPU ---------------------------------------------------------------------------------------------------------------
+def dispatch(
+    exchanger: Exchanger,
+    x: Tensor,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    mode: str,
+    layout: Layout,
+    expert_alignment: int,
+    handle: Handle | None,
+) -> Received:
+    """`Communicator.dispatch` through the operators."""
+    if handle is None:
+        capacity = exchanger.capacity(mode, layout, expert_alignment)
+        how = (mode, form_of(layout, capacity), expert_alignment, exchanger.id)
+        outputs = _ops.dispatch(x, topk_idx, topk_weights, *how, *exchanger.sizes)
+        rows, weights, local_idx, num_tokens_per_expert, offsets, routes, idx, counts, stamp = outputs
+        num_rows = rows.shape[0]
+        handle = Handle(routes, idx, counts, stamp, layout, expert_alignment, num_rows, exchanger.id, capacity)
+    else:
+        sizes = (handle.num_rows, exchanger.num_local_experts)
+        outputs = _ops.dispatch_cached(x, topk_weights, *spread(handle), *sizes)
+        rows, weights, local_idx, num_tokens_per_expert, offsets = outputs
+    return received_of(
+        rows,
+        None if topk_weights is None else weights,
+        local_idx if handle.layout == "flat" else None,
+        num_tokens_per_expert,
+        offsets,
+        handle,
+    )
 
 
-def _handle(exchanger: Exchanger, num_rows: int, *parts: Any) -> Handle:
-    routes, topk_idx, counts, stamp, form, expert_alignment = parts
+def combine(y: Tensor, handle: Handle, topk_weights: Tensor | None) -> Tensor:
+    """`Communicator.combine` through the operators."""
+    sums: Tensor
+    sums, _ = _ops.combine(y, topk_weights, None, *spread(handle))
+    return sums
+
+
+# -- CPU -----------------------------------------------------------------------------------------------------------
+
+
+def _split(form: str) -> tuple[Any, int]:
     layout, _, capacity = form.partition(":")
-    return Handle(routes, topk_idx, counts, stamp, layout, expert_alignment, num_rows, exchanger.id, int(capacity or 0))
+    return layout, int(capacity or 0)
 
 
-def _arrival(exchanger: Exchanger, arrival: Arrival) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _handle(num_rows: int, *parts: Any) -> Handle:
+    routes, topk_idx, counts, stamp, form, expert_alignment, comm = parts
+    layout, capacity = _split(form)
+    return Handle(routes, topk_idx, counts, stamp, layout, expert_alignment, num_rows, comm, capacity)
+
+
+def _outputs(arrival: Arrival) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x = arrival.x
     weights = x.new_empty(0, dtype=weights_dtype(x.dtype)) if arrival.topk_weights is None else arrival.topk_weights
     local_idx = x.new_empty(0, dtype=torch.int32) if arrival.topk_idx is None else arrival.topk_idx
@@ -64,189 +108,157 @@ def _arrival(exchanger: Exchanger, arrival: Arrival) -> tuple[Tensor, Tensor, Te
 
 
 def _dispatch_cpu(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    comm: int,
-    mode: str,
-    layout: Any,
-    expert_alignment: int,
-    call: int,
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, mode: str, form: str, expert_alignment: int, *rest: int
 ) -> tuple[Tensor, ...]:
-    exchanger = find_exchanger(comm)
-    begun = (
+    exchanger = find_exchanger(rest[0])
+    layout, _ = _split(form)
+    arrival: Arrival = exchanger.finish(
         exchanger.begin_dispatch(x, topk_idx, topk_weights, mode, layout, expert_alignment, None, make_room=True)
-        if call < 0
-        else exchanger.take(call)
     )
-    arrival: Arrival = exchanger.finish(begun)
-    routing = arrival.routing
-    assert routing.routes is not None and routing.counts is not None and routing.stamp is not None  # noqa: PT018
-    return *_arrival(exchanger, arrival), routing.routes, routing.topk_idx, routing.counts, routing.stamp
+    handle = exchanger.handle(arrival)
+    return *_outputs(arrival), handle.routes, handle.topk_idx, handle.counts, handle.stamp
 
 
-def _dispatch_cached_cpu(
-    x: Tensor,
-    topk_weights: Tensor | None,
-    routes: Tensor,
-    topk_idx: Tensor,
-    counts: Tensor,
-    stamp: Tensor,
-    layout: Any,
-    expert_alignment: int,
-    comm: int,
-    num_rows: int,
-    call: int,
-    expected: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    exchanger = find_exchanger(comm)
-    handle = _handle(exchanger, num_rows, routes, topk_idx, counts, stamp, layout, expert_alignment)
-    if expected is not None:
-        exchanger.check_same_routing(expected, handle)
-    begun = (
-        exchanger.begin_dispatch(x, None, topk_weights, "throughput", layout, expert_alignment, handle, make_room=True)
-        if call < 0
-        else exchanger.take(call)
-    )
-    return _arrival(exchanger, exchanger.finish(begun))
+def _dispatch_cached_cpu(x: Tensor, topk_weights: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    *parts, num_rows, _ = rest
+    handle = _handle(num_rows, *parts)
+    return _outputs(find_exchanger(handle.communicator).dispatch_again(x, topk_weights, handle))
 
 
-def _combine_cpu(
-    y: Tensor,
-    topk_weights: Tensor | None,
-    values: Tensor | None,
-    routes: Tensor,
-    topk_idx: Tensor,
-    counts: Tensor,
-    stamp: Tensor,
-    layout: Any,
-    expert_alignment: int,
-    comm: int,
-    call: int,
-    expected: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    exchanger = find_exchanger(comm)
-    handle = _handle(exchanger, y.shape[0], routes, topk_idx, counts, stamp, layout, expert_alignment)
-    if expected is not None:
-        exchanger.check_same_routing(expected, handle)
-    if values is not None:
-        returned = exchanger.combine_with_values(y, values, handle)
-        assert returned.values is not None
-        return returned.x, returned.values
-    begun = exchanger.begin_combine(y, handle, topk_weights, make_room=True) if call < 0 else exchanger.take(call)
-    result: Returned = exchanger.finish(begun)
-    return result.x, y.new_empty(0, dtype=weights_dtype(y.dtype))
+def _combine_cpu(y: Tensor, topk_weights: Tensor | None, values: Tensor | None, *parts: Any) -> tuple[Tensor, Tensor]:
+    handle = _handle(y.shape[0], *parts)
+    returned = find_exchanger(handle.communicator).combine(y, handle, topk_weights, values=values)
+    home = y.new_empty(0, dtype=weights_dtype(y.dtype)) if returned.values is None else returned.values
+    return returned.x, home
 
 
-def _combine_adjoint_cpu(
-    grad: Tensor,
-    y: Tensor,
-    topk_weights: Tensor,
-    routes: Tensor,
-    topk_idx: Tensor,
-    counts: Tensor,
-    stamp: Tensor,
-    layout: Any,
-    expert_alignment: int,
-    comm: int,
-    expected: Tensor,
-) -> tuple[Tensor, Tensor]:
-    exchanger = find_exchanger(comm)
-    handle = _handle(exchanger, y.shape[0], routes, topk_idx, counts, stamp, layout, expert_alignment)
-    exchanger.check_same_routing(expected, handle)
-    # The gradient's rows and the weights meet the experts' outputs where those are; one value per route comes home.
-    call = exchanger.begin_dispatch(
-        grad, None, topk_weights, "throughput", layout, expert_alignment, handle, make_room=True
-    )
-    arrival: Arrival = exchanger.finish(call)
-    assert arrival.topk_weights is not None
-    grad_y, grad_rows = kernels_for("cpu").scale_dot(arrival.x, y.contiguous(), arrival.topk_weights)
-    return grad_y, exchanger.return_values(grad_rows, handle)
+def _combine_adjoint_cpu(grad: Tensor, y: Tensor, topk_weights: Tensor, *parts: Any) -> tuple[Tensor, Tensor]:
+    handle = _handle(y.shape[0], *parts)
+    return find_exchanger(handle.communicator).weighted_adjoint(grad, y, topk_weights, handle)
 
 
-# -- shapes for torch.compile ------------------------------------------------------------------------------------------
+# -- shapes, for tracing -------------------------------------------------------------------------------------------
 
 
 def _dispatch_fake(
     x: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor | None,
-    comm: int,
     mode: str,
-    layout: str,
+    form: str,
     expert_alignment: int,
-    call: int,
+    comm: int,
+    num_ranks: int,
+    num_experts: int,
+    num_local_experts: int,
 ) -> tuple[Tensor, ...]:
-    capacity = find_exchanger(comm).capacity(mode, layout, expert_alignment)
-    per_expert = find_exchanger(comm).num_local_experts if layout == "slab" else 1
+    layout, capacity = _split(form)
+    per_expert = num_local_experts if layout == "slab" else 1
     num_rows = capacity * per_expert if capacity else torch.library.get_ctx().new_dynamic_size()
-    counts_shape = find_exchanger(comm).counts_shape
-    arrived = _arrival_fake(x, topk_weights, topk_idx.shape[1], layout, num_rows, find_exchanger(comm))
-    routes = topk_idx.new_empty(topk_idx.shape, dtype=torch.int64)
     return (
-        *arrived,
-        routes,
+        *_outputs_fake(x, topk_weights, topk_idx.shape[1], layout, num_rows, num_local_experts),
+        topk_idx.new_empty(topk_idx.shape, dtype=torch.int64),
         topk_idx.new_empty(topk_idx.shape, dtype=torch.int32),
-        topk_idx.new_empty(counts_shape, dtype=torch.int32),
+        topk_idx.new_empty((num_ranks, num_experts + num_ranks), dtype=torch.int32),
         topk_idx.new_empty(2, dtype=torch.int64),
     )
 
 
-def _arrival_fake(
-    x: Tensor, topk_weights: Tensor | None, num_topk: int, layout: str, num_rows: Any, exchanger: Exchanger
+def _outputs_fake(
+    x: Tensor, topk_weights: Tensor | None, num_topk: int, layout: str, num_rows: Any, num_local_experts: int
 ) -> tuple[Tensor, ...]:
     flat = layout == "flat"
     rows: tuple[Any, ...] = (num_rows, num_topk) if flat else (num_rows,)
-    num_local = exchanger.num_local_experts
     return (
         x.new_empty((num_rows, x.shape[1])),
         x.new_empty(0 if topk_weights is None else rows, dtype=weights_dtype(x.dtype)),
         x.new_empty((num_rows, num_topk) if flat else 0, dtype=torch.int32),
-        x.new_empty(num_local, dtype=torch.int32),
-        x.new_empty(num_local, dtype=torch.int32),
+        x.new_empty(num_local_experts, dtype=torch.int32),
+        x.new_empty(num_local_experts, dtype=torch.int32),
     )
 
 
-def _dispatch_cached_fake(
-    x: Tensor,
-    topk_weights: Tensor | None,
-    routes: Tensor,
-    topk_idx: Tensor,
-    counts: Tensor,
-    stamp: Tensor,
-    layout: str,
-    expert_alignment: int,
-    comm: int,
-    num_rows: int,
-    call: int,
-    expected: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    return _arrival_fake(x, topk_weights, routes.shape[1], layout, num_rows, find_exchanger(comm))
+def _dispatch_cached_fake(x: Tensor, topk_weights: Tensor | None, routes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, form, _, _, num_rows, num_local_experts = rest
+    return _outputs_fake(x, topk_weights, routes.shape[1], _split(form)[0], num_rows, num_local_experts)
 
 
 def _combine_fake(
-    y: Tensor,
-    topk_weights: Tensor | None,
-    values: Tensor | None,
-    routes: Tensor,
-    *handle: Any,
-    expected: Tensor | None = None,
+    y: Tensor, topk_weights: Tensor | None, values: Tensor | None, routes: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    home = y.new_empty((routes.shape[0], y.shape[1]))
-    return home, y.new_empty(0 if values is None else routes.shape, dtype=weights_dtype(y.dtype))
+    home = 0 if values is None else routes.shape
+    return y.new_empty((routes.shape[0], y.shape[1])), y.new_empty(home, dtype=weights_dtype(y.dtype))
 
 
 def _combine_adjoint_fake(
-    grad: Tensor, y: Tensor, topk_weights: Tensor, routes: Tensor, *handle: Any
+    grad: Tensor, y: Tensor, topk_weights: Tensor, routes: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     return y.new_empty(y.shape), y.new_empty(routes.shape, dtype=weights_dtype(y.dtype))
 
 
-for _name, _cpu, _fake in (
-    ("dispatch", _dispatch_cpu, _dispatch_fake),
-    ("dispatch_cached", _dispatch_cached_cpu, _dispatch_cached_fake),
-    ("combine", _combine_cpu, _combine_fake),
-    ("combine_adjoint", _combine_adjoint_cpu, _combine_adjoint_fake),
+# -- autograd ------------------------------------------------------------------------------------------------------
+
+
+def _below_autograd(operator: Any, *arguments: Any) -> tuple[Tensor, ...]:
+    with torch._C._AutoDispatchBelowAutograd():
+        outputs: tuple[Tensor, ...] = operator(*arguments)
+    return outputs
+
+
+def _dispatch_autograd(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, mode: str, form: str, expert_alignment: int, *rest: int
+) -> tuple[Tensor, ...]:
+    outputs = _below_autograd(_ops.dispatch, x, topk_idx, topk_weights, mode, form, expert_alignment, *rest)
+    handle = _handle(outputs[0].shape[0], *outputs[5:], form, expert_alignment, rest[0])
+    return _recorded_dispatch(x, topk_weights, outputs, handle)
+
+
+def _dispatch_cached_autograd(x: Tensor, topk_weights: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    outputs = _below_autograd(_ops.dispatch_cached, x, topk_weights, *rest)
+    *parts, num_rows, _ = rest
+    return _recorded_dispatch(x, topk_weights, outputs, _handle(num_rows, *parts))
+
+
+def _recorded_dispatch(
+    x: Tensor, topk_weights: Tensor | None, outputs: tuple[Tensor, ...], handle: Handle
+) -> tuple[Tensor, ...]:
+    if not is_recording(x, topk_weights):
+        return outputs
+    rows, empty, *others = outputs
+    rows, weights = record_dispatch(x, topk_weights, rows, None if topk_weights is None else empty, handle)
+    return rows, empty if weights is None else weights, *others
+
+
+def _combine_autograd(y: Tensor, topk_weights: Tensor | None, values: Tensor | None, *parts: Any) -> tuple[Tensor, ...]:
+    outputs = _below_autograd(_ops.combine, y, topk_weights, values, *parts)
+    if not is_recording(y, topk_weights, values):
+        return outputs
+    sums, empty = outputs
+    handle = _handle(y.shape[0], *parts)
+    sums, home = record_combine(y, topk_weights, values, sums, None if values is None else empty, handle)
+    return sums, empty if home is None else home
+
+
+class _CombineAdjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        return _below_autograd(_ops.combine_adjoint, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("the operator moecomm::combine_adjoint cannot be differentiated again")
+
+
+def _combine_adjoint_autograd(*arguments: Any) -> Any:
+    return _CombineAdjoint.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+for _name, _cpu, _fake, _autograd in (
+    ("dispatch", _dispatch_cpu, _dispatch_fake, _dispatch_autograd),
+    ("dispatch_cached", _dispatch_cached_cpu, _dispatch_cached_fake, _dispatch_cached_autograd),
+    ("combine", _combine_cpu, _combine_fake, _combine_autograd),
+    ("combine_adjoint", _combine_adjoint_cpu, _combine_adjoint_fake, _combine_adjoint_autograd),
 ):
     _library.impl(_name, _cpu, "CPU")
+    _library.impl(_name, _autograd, "Autograd")
     torch.library.register_fake(f"moecomm::{_name}", _fake, lib=_library)

@@ -1,137 +1,176 @@
-"""Gradients of the torch operators: the adjoint of dispatch is combine, and the reverse; no counts travel again."""
+"""Dispatch and combine with gradients: the adjoint of dispatch is combine, and the reverse; no counts travel again.
+
+    exchange            its adjoint
+    dispatch            combine, which also brings the gradients of travelling weights home
+    combine             dispatch with the same handle
+    combine, weighted   dispatch of gradients and weights, products with the experts' outputs, those of weights home
+
+An exchange is made first and recorded afterwards: `record_dispatch` and `record_combine` make what it gave a function
+of what it got. Every rank takes part in a backward whatever it needs itself, since the others would wait for it.
+Adjoints are exchanges like any other, so they can be differentiated again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import moecomm.functional as functional
+from moecomm.algorithms.signature import Operation
+from moecomm.checks import SUMMABLE
+from moecomm.errors import CommunicatorClosed, MoecommError
 from moecomm.exchanger import find_exchanger
-from moecomm.handle import form_of
+from moecomm.handle import Handle, form_of
 
-__all__: list[str] = []
+__all__ = ["is_recording", "is_traced", "record_combine", "record_dispatch", "spread"]
 
 _ops = torch.ops.moecomm
 
-# The handle's tensors, its layout and alignment, and the communicator.
-_NUM_HANDLE_ARGUMENTS = 7
+
+def is_traced() -> bool:
+    """Whether something looks at torch operators: torch.compile, or a dispatch mode (selective checkpointing, ...)."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _below_autograd(operator: Any, *arguments: Any) -> tuple[Tensor, ...]:
-    with torch._C._AutoDispatchBelowAutograd():
-        outputs: tuple[Tensor, ...] = operator(*arguments)
-    return outputs
+def is_recording(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is done with these."""
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
-def _home(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The adjoint of both dispatches: gradients of received rows and weights, home and summed.
+def spread(handle: Handle) -> tuple[Tensor, Tensor, Tensor, Tensor, str, int, int]:
+    """A handle as the torch operators take it."""
+    return (
+        handle.routes,
+        handle.topk_idx,
+        handle.counts,
+        handle.stamp,
+        form_of(handle.layout, handle.capacity),
+        handle.expert_alignment,
+        handle.communicator,
+    )
 
-    Every rank takes part whatever it needs itself: a rank that stayed away would leave the others waiting.
-    """
-    handle = (*ctx.saved_tensors, *ctx.options)
-    values = grad_weights if ctx.weighted else None
-    grad_x, grad_values = _ops.combine(grad_x, None, values, *handle, -1, ctx.stamp)
-    return grad_x, grad_values if ctx.weighted else None
+
+def record_dispatch(
+    x: Tensor, topk_weights: Tensor | None, rows: Tensor, weights: Tensor | None, handle: Handle
+) -> tuple[Tensor, Tensor | None]:
+    """Makes the rows and weights that a dispatch brought functions of those sent."""
+    recorded: tuple[Tensor, Tensor | None]
+    recorded = _Dispatch.apply(x, topk_weights, (rows, weights), handle)  # type: ignore[no-untyped-call]
+    return recorded
+
+
+def record_combine(
+    y: Tensor, topk_weights: Tensor | None, values: Tensor | None, sums: Tensor, home: Tensor | None, handle: Handle
+) -> tuple[Tensor, Tensor | None]:
+    """Makes the sums and values that a combine brought home functions of the rows, weights and values it got."""
+    recorded: tuple[Tensor, Tensor | None]
+    recorded = _Combine.apply(y, topk_weights, values, (sums, home), handle)  # type: ignore[no-untyped-call]
+    return recorded
+
+
+# The results are handed to `forward` in a tuple, where autograd does not take them for inputs. `ctx.handle` is that of
+# the forward for good; what is saved, a recompute under activation checkpointing replaces.
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, topk_weights: Tensor | None, topk_idx: Tensor, *options: Any) -> Any:
-        comm, mode, layout, expert_alignment, _ = options
-        outputs = _below_autograd(_ops.dispatch, x, topk_idx, topk_weights, *options)
-        handle = outputs[5:]
-        ctx.save_for_backward(*handle)
-        # Not among the saved tensors, which a recompute replaces: this stays what the forward saw.
-        ctx.stamp = handle[-1].clone()
-        capacity = find_exchanger(comm).capacity(mode, layout, expert_alignment)
-        ctx.options = (form_of(layout, capacity), expert_alignment, comm)
-        ctx.weighted = topk_weights is not None
-        ctx.mark_non_differentiable(*outputs[2:])
-        return outputs
+    def forward(ctx: Any, x: Tensor, topk_weights: Tensor | None, arrived: Any, handle: Handle) -> Any:
+        ctx.handle = handle
+        ctx.is_weighted = topk_weights is not None
+        ctx.is_summable = x.dtype in SUMMABLE
+        ctx.save_for_backward(handle.stamp)
+        if not ctx.is_summable:
+            ctx.mark_non_differentiable(arrived[0])
+        return arrived
 
     @staticmethod
-    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, *unused: Any) -> Any:
-        grads = _home(ctx, grad_x, grad_weights)
-        return (*grads, None, None, None, None, None, None)
-
-
-class _DispatchCached(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, topk_weights: Tensor | None, *rest: Any) -> Any:
-        outputs = _below_autograd(_ops.dispatch_cached, x, topk_weights, *rest)
-        *handle, layout, expert_alignment, comm = rest[:_NUM_HANDLE_ARGUMENTS]
-        ctx.save_for_backward(*handle)
-        ctx.stamp = handle[-1].clone()
-        ctx.options = (layout, expert_alignment, comm)
-        ctx.weighted = topk_weights is not None
-        ctx.num_rest = len(rest)
-        ctx.mark_non_differentiable(*outputs[2:])
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, *unused: Any) -> Any:
-        return (*_home(ctx, grad_x, grad_weights), *(None,) * ctx.num_rest)
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor | None) -> Any:
+        _recall(ctx, Operation.COMBINE)
+        values = grad_weights if ctx.is_weighted else None
+        if not ctx.is_summable:
+            assert values is not None
+            grad_rows = values.new_empty((ctx.handle.num_rows, 0))  # rows of bytes have no gradients
+        grad_x, home = _combine(grad_rows, values, ctx.handle)
+        return grad_x if ctx.is_summable else None, home, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, topk_weights: Tensor | None, values: Tensor | None, *rest: Any) -> Any:
-        outputs = _below_autograd(_ops.combine, y, topk_weights, values, *rest)
-        *handle, layout, expert_alignment, comm = rest[:_NUM_HANDLE_ARGUMENTS]
-        ctx.weighted = topk_weights is not None
-        ctx.valued = values is not None
-        # The experts' outputs are needed only for the gradient of the weights.
-        ctx.save_for_backward(*handle, *((y, topk_weights) if ctx.weighted else ()))
-        ctx.stamp = handle[-1].clone()
-        ctx.options = (layout, expert_alignment, comm)
-        ctx.num_rows = y.shape[0]
-        ctx.num_rest = len(rest)
-        return outputs
+    def forward(
+        ctx: Any, y: Tensor, topk_weights: Tensor | None, values: Tensor | None, returned: Any, handle: Handle
+    ) -> Any:
+        ctx.handle = handle
+        ctx.is_valued = values is not None
+        # The experts' outputs are needed only for the gradients of weights.
+        ctx.save_for_backward(handle.stamp, *(() if topk_weights is None else (y, topk_weights)))
+        return returned
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_values: Tensor) -> Any:
-        saved = ctx.saved_tensors  # once: under activation checkpointing a second look is an error
-        handle = (*saved[:4], *ctx.options)
-        nothing = (None,) * ctx.num_rest
-        if ctx.weighted:
-            y, topk_weights = saved[4:]
-            grad_y, grad_weights = _ops.combine_adjoint(grad, y, topk_weights, *handle, ctx.stamp)
-            return grad_y, grad_weights, None, *nothing
-        values = grad_values if ctx.valued else None
-        grad_y, back, *_ = _ops.dispatch_cached(grad, values, *handle, ctx.num_rows, -1, ctx.stamp)
-        return grad_y, None, back if ctx.valued else None, *nothing
+    def backward(ctx: Any, grad: Tensor, grad_home: Tensor | None) -> Any:
+        saved = _recall(ctx, Operation.CACHED_DISPATCH)
+        if saved:
+            y, topk_weights = saved
+            return *_weighted_adjoint(grad, y, topk_weights, ctx.handle), None, None, None
+        grad_y, grad_values = _dispatch(grad, grad_home if ctx.is_valued else None, ctx.handle)
+        return grad_y, None, grad_values, None, None
 
 
-class _CombineAdjoint(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        return _below_autograd(_ops.combine_adjoint, *arguments)
+def _recall(ctx: Any, operation: Operation) -> tuple[Tensor, ...]:
+    """The saved tensors, once it is certain that they are of the forward's routing.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("the gradient of a weighted combine cannot be differentiated again")
+    If they are not, or if there are none, the peers learn that this rank has no part in the exchange to come.
+
+    Raises:
+        RoutingChanged: a recompute has routed differently.
+    """
+    stamp = ctx.handle.stamp
+    try:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+    except MoecommError:
+        raise  # from an exchange of a recompute: the peers know
+    except Exception as error:
+        with contextlib.suppress(CommunicatorClosed):
+            find_exchanger(ctx.handle.communicator).session.refuse(operation, error)
+        raise
+    if saved[0] is not stamp and not is_traced():
+        find_exchanger(ctx.handle.communicator).check_same_routing(stamp, saved[0], operation)
+    return saved[1:]
 
 
-def _applied(function: Any) -> Callable[..., Any]:
-    """The operator's autograd implementation; torch's `apply` has no annotations."""
-
-    def apply(*arguments: Any) -> Any:
-        return function.apply(*arguments)
-
-    return apply
-
-
-def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, *options: Any) -> Any:
-    return _applied(_Dispatch)(x, topk_weights, topk_idx, *options)
+def _combine(y: Tensor, values: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
+    if is_traced():
+        sums, home = _ops.combine(y, None, values, *spread(handle))
+        return sums, None if values is None else home
+    returned = find_exchanger(handle.communicator).combine(y, handle, values=values)
+    if not is_recording(y, values):
+        return returned.x, returned.values
+    return record_combine(y, None, values, returned.x, returned.values, handle)
 
 
-for _name, _implementation in (
-    ("dispatch", _dispatch),
-    ("dispatch_cached", _applied(_DispatchCached)),
-    ("combine", _applied(_Combine)),
-    ("combine_adjoint", _applied(_CombineAdjoint)),
-):
-    functional._library.impl(_name, _implementation, "Autograd")
+def _dispatch(x: Tensor, topk_weights: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
+    if is_traced():
+        sizes = (handle.num_rows, find_exchanger(handle.communicator).num_local_experts)
+        rows, weights, *_ = _ops.dispatch_cached(x, topk_weights, *spread(handle), *sizes)
+        return rows, None if topk_weights is None else weights
+    arrival = find_exchanger(handle.communicator).dispatch_again(x, topk_weights, handle)
+    if not is_recording(x, topk_weights):
+        return arrival.x, arrival.topk_weights
+    return record_dispatch(x, topk_weights, arrival.x, arrival.topk_weights, handle)
+
+
+def _weighted_adjoint(grad: Tensor, y: Tensor, topk_weights: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
+    """Gradients of a weighted combine's rows and weights."""
+    if is_traced():
+        grad_y, grad_weights = _ops.combine_adjoint(grad, y, topk_weights, *spread(handle))
+        return grad_y, grad_weights
+    if not is_recording(grad, y, topk_weights):
+        return find_exchanger(handle.communicator).weighted_adjoint(grad, y, topk_weights, handle)
+    rows, weights = _dispatch(grad, topk_weights, handle)
+    assert weights is not None
+    wide = rows.to(weights.dtype)
+    products = (wide * y).sum(dim=1)
+    _, home = _combine(products.new_empty((handle.num_rows, 0)), products, handle)
+    assert home is not None
+    return (weights[:, None] * wide).to(y.dtype), home

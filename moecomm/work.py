@@ -26,9 +26,17 @@ class Work(Generic[T]):
 
     def __init__(self, session: Session, call: Call, finish: Callable[[], T]) -> None:
         self._session = session
-        self._call = call
+        self._call: Call | None = call
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
+
+    @classmethod
+    def done_with(cls, result: T) -> Work[T]:
+        """One that has nothing left to do."""
+        work = cls.__new__(cls)
+        work._call = work._finish = None
+        work._result = result
+        return work
 
     def wait(self) -> T:
         """Gives the result; the same one each time.
@@ -44,11 +52,14 @@ class Work(Generic[T]):
 
     def done(self) -> bool:
         """Does what can be done without waiting; True if `wait` will not block."""
-        return self._call.settled or self._session.poll(self._call)
+        return self._call is None or self._call.settled or self._session.poll(self._call)
 
     def step(self) -> None:
         """Runs one more phase of the oldest unfinished call up to this one, as tests that step a group do."""
-        self._session.step(self._call)
+        if self._call is not None:
+            self._session.step(self._call)
 
     def __repr__(self) -> str:
+        if self._call is None:
+            return "Work(settled)"
         return f"Work({self._call.title}, {'settled' if self._call.settled else 'in flight'})"

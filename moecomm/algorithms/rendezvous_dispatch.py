@@ -210,4 +210,4 @@ def _view(block: _C.Block, dtype: torch.dtype, offset: int, shape: tuple[int, ..
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(block, dtype=dtype, count=count, offset=offset).view(shape)
+    return torch.frombuffer(block, dtype=dtype, count=count, offset=offset).resize_(shape)

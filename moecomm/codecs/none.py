@@ -29,7 +29,7 @@ class PlainRows(RowFormat):
         count = num_rows * self.hidden
         if count == 0:
             return torch.empty((num_rows, self.hidden), dtype=self.dtype)
-        return torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=offsets[0]).view(num_rows, self.hidden)
+        return torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=offsets[0]).resize_(num_rows, self.hidden)
 
     def reduce(
         self,
