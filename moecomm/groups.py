@@ -94,16 +94,23 @@ class LocalHub:
         self._deadlines: dict[int, float] = {}  # of the ranks that wait
         self._gathers: dict[int, dict[int, Any]] = {}
         self._taken: dict[int, int] = {}
-        self._on_leave: list[Callable[[int, str], None]] = []
+        self._on_leave: dict[int, Callable[[int, str], None]] = {}
+        self._callback_tickets = itertools.count()
 
     def groups(self) -> list[LocalGroup]:
         """One group object per rank, to be used by one thread each."""
         return [LocalGroup(self, rank) for rank in range(self.size)]
 
-    def on_leave(self, callback: Callable[[int, str], None]) -> None:
-        """Registers `callback(rank, reason)`, called when a rank leaves."""
+    def on_leave(self, callback: Callable[[int, str], None]) -> Callable[[], None]:
+        """Registers `callback(rank, reason)`, called when a rank leaves; returns what takes it off again."""
+        ticket = next(self._callback_tickets)
         with self._condition:
-            self._on_leave.append(callback)
+            self._on_leave[ticket] = callback
+        return lambda: self._forget(ticket)
+
+    def _forget(self, ticket: int) -> None:
+        with self._condition:
+            self._on_leave.pop(ticket, None)
 
     def wait_until(self, rank: int, predicate: Callable[[], bool], timeout: float) -> bool:
         """Waits until `predicate()` holds; False if not within `timeout` seconds.
@@ -160,7 +167,7 @@ class LocalHub:
             self.departed[rank] = reason
             self._deadlines.pop(rank, None)
             self._fruitless_polls = 0
-            callbacks = list(self._on_leave)
+            callbacks = list(self._on_leave.values())
             if self.stepped and len(self.departed) < self.size:
                 self._pass_baton(rank)
             self._condition.notify_all()

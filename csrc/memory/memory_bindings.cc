@@ -1,8 +1,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <exception>
 #include <memory>
 #include <optional>
+#include <system_error>
 
 #include "memory/arena.h"
 #include "memory/mapping.h"
@@ -11,7 +13,23 @@ namespace py = pybind11;
 
 namespace moecomm {
 
+namespace {
+
+// What the system refuses is an OSError with its number, as Python's own calls report it.
+void translate(std::exception_ptr thrown) {
+    try {
+        if (thrown) std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {
+        const py::object arguments = py::make_tuple(error.code().value(), error.what());
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+}
+
+}  // namespace
+
 void bind_memory(py::module_& m) {
+    py::register_local_exception_translator(&translate);
+
     py::class_<Mapping, std::shared_ptr<Mapping>>(m, "Mapping", "A range of address space, private or shared by memfd.")
         .def_static("create_private", &Mapping::create_private, py::arg("nbytes"))
         .def_static("create_shared", &Mapping::create_shared, py::arg("label"), py::arg("nbytes"))

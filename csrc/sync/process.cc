@@ -4,18 +4,20 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 
 namespace moecomm {
 namespace {
 
-// Fields 3 (state) and 22 (start time) of /proc/<pid>/stat, proc(5). False if there is no such process.
+// Fields 3 (state) and 22 (start time) of /proc/<pid>/stat, proc(5). False if there is no such process; what cannot be
+// found out (no descriptor is free, say) leaves the fields as they are.
 bool read_stat(int pid, char& state, std::uint64_t& start_time) {
     char path[64];
     std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
     std::FILE* file = std::fopen(path, "re");
-    if (file == nullptr) return false;
+    if (file == nullptr) return errno != ENOENT && errno != ESRCH;
     char text[1024];
     const std::size_t length = std::fread(text, 1, sizeof text - 1, file);
     std::fclose(file);
@@ -55,12 +57,12 @@ bool PeerProcess::alive() const {
     if (pid_ <= 0) return true;
     if (pidfd_ >= 0) {
         pollfd entry{pidfd_, POLLIN, 0};
-        return poll(&entry, 1, 0) == 0;
+        return poll(&entry, 1, 0) < 1;
     }
     char state = '?';
-    std::uint64_t start_time = 0;
+    std::uint64_t start_time = start_time_;
     if (!read_stat(pid_, state, start_time)) return false;
-    return state != 'Z' && state != 'X' && start_time == start_time_;
+    return state != 'Z' && state != 'X' && (start_time_ == 0 || start_time == start_time_);
 }
 
 }  // namespace moecomm

@@ -82,15 +82,19 @@ def make_session(
         _log.warning("falling back to the slow `collective` exchange: %s", error)
         return collective()
     carrier = choice.transport(group, peers, NUM_LANES)
-    exchange = Exchange(
-        carrier,
-        placement,
-        max_in_flight=max_in_flight,
-        memory_limit=limit,
-        timeout=timeout,
-        fixed_bytes=_fixed_bytes(sizes, group.size),
-    )
-    exchange.algorithms = {"throughput": Rendezvous(exchange), "low_latency": Eager(exchange, sizes, max_in_flight)}
+    try:
+        exchange = Exchange(
+            carrier,
+            placement,
+            max_in_flight=max_in_flight,
+            memory_limit=limit,
+            timeout=timeout,
+            fixed_bytes=_fixed_bytes(sizes, group.size),
+        )
+        exchange.algorithms = {"throughput": Rendezvous(exchange), "low_latency": Eager(exchange, sizes, max_in_flight)}
+    except BaseException:
+        carrier.close()
+        raise
     return exchange, carrier.name
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 
 from moecomm import _C
+from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group
 from moecomm.transports.base import Region, Transport, WaitOutcome
 from moecomm.transports.peers import Peer
@@ -39,6 +40,18 @@ class AddressableTransport(Transport):
     @abc.abstractmethod
     def _map(self, nbytes: int) -> list[_C.Mapping]:
         """Makes my part of a region and maps everybody's, by rank. Collective."""
+
+    def refused(self, nbytes: int, error: OSError) -> str:
+        """The sentence for memory that the system does not give."""
+        return f"rank {self.rank} cannot make {nbytes} bytes of memory: {error}."
+
+    def no_memory(self, reason: str) -> TransportUnavailable:
+        """What all ranks raise when one of them cannot make its part of a region."""
+        remedy = (
+            "Construct the Communicator with a smaller memory_limit (twice as much address space is reserved for each "
+            "rank; it costs no memory), or raise the limit on address space (`ulimit -v`)."
+        )
+        return TransportUnavailable(f"transport {self.name!r}", reason, remedy)
 
     @abc.abstractmethod
     def _pids(self) -> list[int]:
@@ -104,3 +117,4 @@ class AddressableTransport(Transport):
         self._closed = True
         self.board.depart()
         self._regions.clear()
+        self._addresses.clear()

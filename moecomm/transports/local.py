@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moecomm import _C
 from moecomm.groups import Group, LocalGroup
@@ -22,10 +22,11 @@ class LocalTransport(AddressableTransport):
     def __init__(self, group: Group, peers: Sequence[Peer], num_slots: int) -> None:
         super().__init__(group, peers, num_slots)
         self._hub = group.hub if isinstance(group, LocalGroup) else None
-        if self._hub is not None and self.rank == 0:
-            # One watcher is enough: all boards are visible from here.
+        self._stop_watching: Callable[[], None] | None = None
+        if self._hub is not None:
+            # Each rank watches for itself, for as long as it may wait.
             board = self.board
-            self._hub.on_leave(lambda rank, reason: board.mark_departed(rank))
+            self._stop_watching = self._hub.on_leave(lambda rank, reason: board.mark_departed(rank))
 
     @classmethod
     def probe(cls, me: Peer, peers: Sequence[Peer]) -> list[str | None]:
@@ -40,8 +41,22 @@ class LocalTransport(AddressableTransport):
     def remedy(cls) -> str:
         return "Use a moecomm.LocalHub's groups, one per thread, or another transport."
 
+    def close(self) -> None:
+        super().close()
+        if self._stop_watching is not None:
+            self._stop_watching()
+            self._stop_watching = None
+
     def _map(self, nbytes: int) -> list[_C.Mapping]:
-        mappings: list[_C.Mapping] = self.group.all_gather(_C.Mapping.create_private(nbytes))
+        own: _C.Mapping | str
+        try:
+            own = _C.Mapping.create_private(nbytes)
+        except OSError as error:
+            own = self.refused(nbytes, error)
+        offers: list[_C.Mapping | str] = self.group.all_gather(own)
+        mappings = [offer for offer in offers if not isinstance(offer, str)]
+        if len(mappings) < len(offers):
+            raise self.no_memory(next(offer for offer in offers if isinstance(offer, str)))
         return mappings
 
     def _pids(self) -> list[int]:

@@ -6,6 +6,7 @@ does not matter.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -48,27 +49,29 @@ class ShmTransport(AddressableTransport):
         return "Run all ranks as processes of one user, on one host and in one container, on Linux."
 
     def _map(self, nbytes: int) -> list[_C.Mapping]:
-        problem, own = "", None
+        own, no_memory = None, ""
         try:
             own = _C.Mapping.create_shared("moecomm", nbytes)
         except OSError as error:
-            problem = f"rank {self.rank} cannot make {nbytes} bytes of shared memory: {error}."
-        offers = self.group.all_gather((problem, own.fd if own else -1))
-        mappings: list[_C.Mapping] = []
-        problem = next((text for text, _ in offers if text), "")
-        if not problem and own is not None:
+            no_memory = self.refused(nbytes, error)
+        offers = self.group.all_gather((no_memory, own.fd if own else -1))
+        no_memory = next((text for text, _ in offers if text), "")
+        if own is None or no_memory:
+            raise self.no_memory(no_memory)
+        mappings, problem, no_memory = [], "", ""
+        for rank, (_, fd) in enumerate(offers):
             try:
-                for rank, (_, fd) in enumerate(offers):
-                    pid = self.peers[rank].pid
-                    mappings.append(own if rank == self.rank else _C.Mapping.open_peer(pid, fd, nbytes))
+                pid = self.peers[rank].pid
+                mappings.append(own if rank == self.rank else _C.Mapping.open_peer(pid, fd, nbytes))
             except OSError as error:
-                problem = f"rank {self.rank} cannot map the memory of a peer: {error}."
+                no_memory = self.refused(nbytes, error) if error.errno == errno.ENOMEM else no_memory
+                problem = f"rank {self.rank} cannot map the memory of rank {rank}: {error}."
+                break
         # Nobody lets go of the descriptor before everybody has opened it, and all succeed or all refuse.
-        problems = [text for text in self.group.all_gather(problem) if text]
-        if own is not None:
-            own.close_fd()
-        if problems:
-            raise TransportUnavailable(self.name, problems[0], self.remedy())
+        outcomes = [outcome for outcome in self.group.all_gather((problem, no_memory)) if outcome[0]]
+        own.close_fd()
+        for problem, no_memory in outcomes:
+            raise self.no_memory(no_memory) if no_memory else TransportUnavailable(self.name, problem, self.remedy())
         return mappings
 
     def _pids(self) -> list[int]:
