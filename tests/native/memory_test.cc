@@ -14,9 +14,11 @@ namespace native_test {
 namespace {
 
 constexpr std::size_t kMegabyte = std::size_t{1} << 20;
+constexpr std::size_t kBegin = 3 * moecomm::Arena::kGranularity;  // of the blocks; what lies before belongs to others
 
 void blocks_are_disjoint() {
-    auto arena = std::make_shared<moecomm::Arena>(moecomm::Mapping::create_private(64 * kMegabyte), 32 * kMegabyte);
+    auto arena = std::make_shared<moecomm::Arena>(moecomm::Mapping::create_private(64 * kMegabyte), 32 * kMegabyte,
+                                                  kBegin, 64 * kMegabyte - kBegin);
     const auto worker = [&arena](unsigned seed) {
         std::mt19937 random(seed);
         std::vector<std::unique_ptr<moecomm::Block>> blocks;
@@ -41,11 +43,11 @@ void blocks_are_disjoint() {
     for (std::thread& thread : threads) thread.join();
     EXPECT(arena->usage().live_bytes == 0 && arena->usage().live_blocks == 0);
     EXPECT(!arena->allocate(33 * kMegabyte));
-    EXPECT(arena->allocate(32 * kMegabyte) == std::size_t{0});
+    EXPECT(arena->allocate(32 * kMegabyte) == kBegin);
 }
 
 void trimming_spares_live_blocks(const std::shared_ptr<moecomm::Mapping>& mapping) {
-    auto arena = std::make_shared<moecomm::Arena>(mapping, mapping->nbytes());
+    auto arena = std::make_shared<moecomm::Arena>(mapping, mapping->nbytes(), 0, mapping->nbytes());
     const std::size_t first = *arena->allocate(kMegabyte);
     const std::size_t second = *arena->allocate(kMegabyte);
     char* base = reinterpret_cast<char*>(mapping->address());

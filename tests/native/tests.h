@@ -3,6 +3,7 @@
 
 namespace native_test {
 
+void test_eager();
 void test_kernels();
 void test_memory();
 void test_processes();
