@@ -24,6 +24,13 @@ POLL_SECONDS = 0.05
 # How long the other ranks may take to say what they saw after one has failed.
 GRACE_SECONDS = 3.0
 LOG_LINES = 30
+# Becomes a program that the kernel ends when its parent ends (PR_SET_PDEATHSIG). Arguments: the parent's process id,
+# the program, its arguments.
+TIED = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent has ended")
+os.execv(sys.argv[2], sys.argv[2:])"""
 
 
 class BenchFailed(MoecommError):
@@ -60,9 +67,8 @@ def _start(config: BenchConfig, directory: Path) -> list[subprocess.Popen[bytes]
     worker = [sys.executable, "-m", "moecomm.bench.worker", str(directory)]
     environment = _environment()
     if "mpi" in config.backends:
-        commands = [
-            [mpirun(), "-n", str(config.ranks), "--oversubscribe", "--bind-to", "none", *worker],
-        ]
+        start = [mpirun(), "-n", str(config.ranks), "--oversubscribe", "--bind-to", "none"]
+        commands = [[*start, *worker]]
         if os.geteuid() == 0:
             environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     else:
@@ -73,7 +79,7 @@ def _start(config: BenchConfig, directory: Path) -> list[subprocess.Popen[bytes]
             children.append(
                 # A group of its own, so that an interrupt at the keyboard reaches the parent only, which ends them.
                 subprocess.Popen(
-                    command,
+                    [sys.executable, "-c", TIED, str(os.getpid()), *command],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -6,10 +6,9 @@ In DIRECTORY it finds `config.json`; it leaves there `result-RANK.json`, or `err
 
 from __future__ import annotations
 
-import ctypes
+import gc
 import json
 import os
-import signal
 import sys
 import traceback
 from dataclasses import asdict
@@ -29,17 +28,18 @@ from moecomm.bench.workload import Workload
 __all__ = ["main"]
 
 MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
     """Run one rank; returns the exit status."""
     directory = Path(arguments[0])
     rank = int(arguments[1]) if len(arguments) > 1 else _mpi_rank()
-    _end_with_parent()
     try:
         config = BenchConfig.from_dict(json.loads((directory / "config.json").read_text()))
-        _write(directory / f"result-{rank}.json", json.dumps(_run(config, directory, rank)))
+        result = _run(config, directory, rank)
+        # A gloo group that is still alive when the interpreter ends aborts the process: nothing may hold it any more.
+        gc.collect()
+        _write(directory / f"result-{rank}.json", json.dumps(result))
     except BaseException:  # noqa: BLE001  whatever it is, the parent must see it
         _write(directory / f"error-{rank}.txt", traceback.format_exc())
         return 1
@@ -103,11 +103,6 @@ def _mpi_rank() -> int:
         if variable in os.environ:
             return int(os.environ[variable])
     raise ValueError(f"no rank was given and none of {', '.join(MPI_RANK_VARIABLES)} is set")
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to end this process when its parent ends, so that a killed benchmark leaves nothing running."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _write(path: Path, text: str) -> None:
