@@ -96,7 +96,7 @@ class Communicator:
             num_topk=(num_topk, 64),
             max_tokens_per_rank=(max_tokens_per_rank, None),
             max_in_flight=(max_in_flight, 8),
-            memory_limit=(1 if memory_limit is None else memory_limit, None),
+            memory_limit=(1 if memory_limit is None else memory_limit, 2**62),
         )
         if not isinstance(timeout, timedelta):
             raise TypeError(f"timeout must be a datetime.timedelta, got {type(timeout).__name__}")
@@ -335,9 +335,9 @@ class Communicator:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        if not getattr(self, "_closed", True) and not self._exchanger.is_forked:
+            self.close()  # first: a warning may be an error
             warnings.warn(f"{self!r} was not closed; use it as a context manager", ResourceWarning, stacklevel=2)
-            self.close()
 
     def __repr__(self) -> str:
         return (

@@ -15,6 +15,8 @@ MoecommError
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CallMismatch",
     "CommunicatorClosed",
@@ -31,7 +33,10 @@ __all__ = [
 
 
 class MoecommError(Exception):
-    """Base of every exception that moecomm defines."""
+    """Base of every exception that moecomm defines. They can be copied and pickled, whatever their arguments."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, vars(self))
 
 
 class TransportUnavailable(MoecommError):
@@ -95,3 +100,9 @@ class TooManyInFlight(MoecommError):
 
 class CommunicatorClosed(MoecommError):
     """The communicator was closed before this call."""
+
+
+def _rebuilt(kind: type[MoecommError], args: tuple[Any, ...], attributes: dict[str, Any]) -> MoecommError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error

@@ -5,6 +5,7 @@ share; found by its id, because operators can only be given numbers.
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from typing import Any
 
@@ -16,7 +17,7 @@ from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.checks import check_combine, check_dispatch, check_handle, check_layout
-from moecomm.codecs.base import Codec, RowFormat
+from moecomm.codecs.base import Codec
 from moecomm.errors import CommunicatorClosed, RoutingChanged
 from moecomm.handle import Handle
 from moecomm.kernels.base import weights_dtype
@@ -77,6 +78,7 @@ class Exchanger:
         self._placement = placement
         self._log = RoutingLog()
         self._closed = False
+        self._pid = os.getpid()
         _live[self.id] = self
 
     def capacity(self, mode: str, layout: str, expert_alignment: int) -> int:
@@ -103,9 +105,7 @@ class Exchanger:
             make_room: if need be, first finish the oldest call in flight.
             recording: autograd records what the call gives.
         """
-        self._check_open()
-        if make_room:
-            self.session.make_room()
+        self._admit(Operation.DISPATCH, make_room)
         try:
             if handle is None:
                 check_layout(layout, expert_alignment, mode)
@@ -123,10 +123,19 @@ class Exchanger:
                 routing = self._known(handle, x, topk_weights, self._hidden)
                 mode = handle.mode
             row_format = self._codec.row_format(self._hidden, x.dtype)
-        except (ValueError, TypeError, RoutingChanged) as error:
+            x, weights = _readable(x), _kept(topk_weights, x.dtype)
+        except Exception as error:
             self.session.refuse(Operation.DISPATCH, error)
             raise
-        return self._send(x, topk_weights, routing, row_format, mode)
+        return self.session.algorithms[mode].begin_dispatch(x, routing, row_format, weights)
+
+    def _admit(self, operation: Operation, make_room: bool) -> None:
+        """Before the arguments are looked at, which may be wrong on one rank only: is there room for a call?"""
+        self._check_open()
+        if make_room:
+            self.session.make_room()
+        else:
+            self.session.check_room(operation)
 
     def _known(self, handle: Handle, x: torch.Tensor, topk_weights: torch.Tensor | None, hidden: int) -> Routing:
         """The routing of a handle, checked against what is to go that way."""
@@ -140,14 +149,6 @@ class Exchanger:
             num_tokens=handle.num_tokens,
         )
         return _routing(handle)
-
-    def _send(
-        self, x: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing, row_format: RowFormat, mode: str
-    ) -> Call:
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        algorithm = self.session.algorithms[mode]
-        return algorithm.begin_dispatch(x, routing, row_format, _kept(topk_weights, x.dtype))
 
     def begin_combine(
         self,
@@ -165,25 +166,20 @@ class Exchanger:
             values: `[N]` (flat: `[N, K]`), also brought home, route by route; with them `y` may be `[N, 0]`.
             make_room, recording: as in `begin_dispatch`.
         """
-        self._check_open()
-        if make_room:
-            self.session.make_room()
-        hidden = self._width(y, values)
+        self._admit(Operation.COMBINE, make_room)
         try:
+            hidden = self._width(y, values)
             check_handle(handle, self.id)
             check_combine(
                 y, topk_weights, num_rows=handle.num_rows, hidden=hidden, routes=handle.routes, layout=handle.layout
             )
             row_format = self._codec.row_format(hidden, y.dtype)
-        except (ValueError, TypeError) as error:
+            y, topk_weights, values = y.contiguous(), _kept(topk_weights, y.dtype), _kept(values, y.dtype)
+        except Exception as error:
             self.session.refuse(Operation.COMBINE, error)
             raise
         return self.session.algorithms[handle.mode].begin_combine(
-            y.contiguous(),
-            _routing(handle),
-            row_format,
-            topk_weights=_kept(topk_weights, y.dtype),
-            values=_kept(values, y.dtype),
+            y, _routing(handle), row_format, topk_weights=topk_weights, values=values
         )
 
     def _width(self, rows: torch.Tensor, values: torch.Tensor | None) -> int:
@@ -208,16 +204,17 @@ class Exchanger:
 
     def dispatch_again(self, x: torch.Tensor, topk_weights: torch.Tensor | None, handle: Handle) -> Arrival:
         """A dispatch with a known routing; with weights `x` may be `[T, 0]`."""
-        self._check_open()
-        self.session.make_room()
-        hidden = self._width(x, topk_weights)
+        self._admit(Operation.CACHED_DISPATCH, make_room=True)
         try:
+            hidden = self._width(x, topk_weights)
             routing = self._known(handle, x, topk_weights, hidden)
             row_format = self._codec.row_format(hidden, x.dtype)
-        except (ValueError, TypeError) as error:
+            x, weights = _readable(x), _kept(topk_weights, x.dtype)
+        except Exception as error:
             self.session.refuse(Operation.CACHED_DISPATCH, error)
             raise
-        arrival: Arrival = self.finish(self._send(x, topk_weights, routing, row_format, handle.mode))
+        call = self.session.algorithms[handle.mode].begin_dispatch(x, routing, row_format, weights)
+        arrival: Arrival = self.finish(call)
         return arrival
 
     def weighted_adjoint(
@@ -296,11 +293,23 @@ class Exchanger:
         """Idempotent."""
         self._closed = True
         _live.pop(self.id, None)
-        self.session.close()
+        # A forked child shares memory with its parent's peers; its goodbye would be taken for the parent's.
+        if not self.is_forked:
+            self.session.close()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy in a child process of the one that constructed it."""
+        return os.getpid() != self._pid
 
     def _check_open(self) -> None:
         if self._closed:
             raise CommunicatorClosed(f"communicator {self.id} was closed before the call")
+        if self.is_forked:
+            raise CommunicatorClosed(
+                f"communicator {self.id} belongs to process {self._pid}, from which this one was forked; what it has "
+                "received may be read here, but only the process that constructed it can make calls"
+            )
 
 
 def _routing(handle: Handle) -> Routing:
@@ -314,6 +323,11 @@ def _routing(handle: Handle) -> Routing:
         handle.capacity,
         handle.origin,
     )
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """The rows as kernels read them: any row stride, the numbers of a row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _kept(topk_weights: torch.Tensor | None, rows: torch.dtype) -> torch.Tensor | None:

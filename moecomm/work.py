@@ -39,10 +39,11 @@ class Work(Generic[T]):
         return work
 
     def wait(self) -> T:
-        """Gives the result; the same one each time.
+        """Gives the result, or raises the error; the same one each time.
 
         Raises:
             PeerTimeout, PeerLost, PeerFailed, CallMismatch, MemoryLimitExceeded: what kept it from being had.
+            CommunicatorClosed: the communicator was closed before.
         """
         if self._finish is not None:
             self._result = self._finish()

@@ -121,6 +121,10 @@ class Session(abc.ABC):
         """Counts a call that this rank's arguments do not allow, and tells the peers, who would wait for it."""
 
     @abc.abstractmethod
+    def check_room(self, operation: Operation) -> None:
+        """Raises TooManyInFlight if one more call may not begin; the peers, which made the same calls, raise it too."""
+
+    @abc.abstractmethod
     def make_room(self) -> None:
         """Finishes the oldest calls until one more may begin."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +45,7 @@ class Call:
         sequence: its number in the communicator; set when it begins.
         phases: the first never waits, each later one only at its start.
         result: after the last phase.
-        error: why it failed; raised by whoever waits for it.
+        error: why it failed, without a traceback.
         settled: all phases have run, or it failed.
     """
 
@@ -58,7 +59,7 @@ class Call:
         self.error: Exception | None = None
         self.settled = False
         self.is_agreed_failure = False
-        """The failure follows from what all ranks know: each finds it by itself, and nobody needs to be told."""
+        """The failure follows from what all ranks know: all raise the same error, whoever finds it first."""
         self.blocks: list[Any] = []
         """Arena blocks that peers may still write or read when the call fails."""
 
@@ -78,6 +79,16 @@ class Call:
         """The phase that runs next."""
         return self.phases[self.num_run]
 
+    def fail(self, error: Exception) -> None:
+        """Keeps the error for whoever waits, but not its traceback, which would keep all callers' frames alive."""
+        self.error = _copied(error)
+
+    def outcome(self) -> Any:
+        """The result, or raises the error; the same one each time, once the call is settled."""
+        if self.error is not None:
+            raise _copied(self.error)
+        return self.result
+
     def settle(self) -> None:
         """Ends the call and lets go of what its phases held."""
         self.settled = True
@@ -87,3 +98,10 @@ class Call:
     def lacking(lane: int) -> str:
         """What a rank has not done whose counter `lane` is behind."""
         return _LANE_NAMES[lane]
+
+
+def _copied(error: Exception) -> Exception:
+    try:
+        return copy.copy(error)
+    except Exception:  # noqa: BLE001 - an exception of somebody else's that cannot be copied
+        return RuntimeError(f"{type(error).__name__}: {error}")

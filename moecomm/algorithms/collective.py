@@ -26,6 +26,7 @@ from moecomm.algorithms.signature import Operation, Signature, signature_of
 from moecomm.codecs.base import RowFormat
 from moecomm.errors import (
     CallMismatch,
+    CommunicatorClosed,
     MemoryLimitExceeded,
     PeerFailed,
     TooManyInFlight,
@@ -107,16 +108,19 @@ class Collective(Session):
         return self._begin(call, lambda: self._combine(call, y, routing, row_format, topk_weights, values))
 
     def _begin(self, call: Call, exchange: Callable[[], None]) -> Call:
-        if len(self._outstanding) >= self._max_in_flight:
-            raise TooManyInFlight(
-                f"{call.operation.title}: {len(self._outstanding)} calls are in flight and max_in_flight is "
-                f"{self._max_in_flight}; wait for one of them first, or construct the Communicator with a larger one"
-            )
+        self.check_room(call.operation)
         call.sequence = self._next_sequence
         self._next_sequence += 1
         call.phases = (Phase("exchange", None, exchange),)
         self._outstanding.append(call)
         return call
+
+    def check_room(self, operation: Operation) -> None:
+        if len(self._outstanding) >= self._max_in_flight:
+            raise TooManyInFlight(
+                f"{operation.title}: {len(self._outstanding)} calls are in flight and max_in_flight is "
+                f"{self._max_in_flight}; wait for one of them first, or construct the Communicator with a larger one"
+            )
 
     def make_room(self) -> None:
         while len(self._outstanding) >= self._max_in_flight:
@@ -131,9 +135,7 @@ class Collective(Session):
     def finish(self, call: Call) -> Any:
         while not call.settled:
             self._run_oldest()
-        if call.error is not None:
-            raise call.error
-        return call.result
+        return call.outcome()
 
     def step(self, call: Call) -> None:
         if not call.settled:
@@ -148,10 +150,13 @@ class Collective(Session):
             call.phases[0].run()
         except RuntimeError as error:
             # What the process group reports when a peer is gone or too late.
-            call.error = TransportError(f"{call.title}: {error}", operation=call.title, peers=())
-            call.error.__cause__ = error
+            call.fail(TransportError(f"{call.title}: {error}", operation=call.title, peers=()))
         except Exception as error:  # noqa: BLE001 - kept for whoever waits for the call
-            call.error = error
+            call.fail(error)
+        except BaseException:
+            call.error = TransportError(f"{call.title} was interrupted", operation=call.title, peers=())
+            call.settle()
+            raise
         call.settle()
 
     # -- the exchange ------------------------------------------------------------------------------------------------
@@ -349,7 +354,10 @@ class Collective(Session):
         return 0
 
     def close(self) -> None:
-        self._outstanding.clear()
+        while self._outstanding:
+            call = self._outstanding.popleft()
+            call.fail(CommunicatorClosed(f"{call.title} was in flight when the communicator was closed"))
+            call.settle()
 
 
 class _Mode(Algorithm):

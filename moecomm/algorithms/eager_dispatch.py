@@ -123,6 +123,8 @@ class EagerDispatch:
             )
         except Overflow as overflow:
             raise self._overflow(overflow, is_slab) from None
+        # What was read while its sender gave up, and went on to use the window again, is worth nothing.
+        exchange.sequencer.check_notices(self.call)
         x = self.row_format.decode(leased.block, layout.offsets[:1], num_rows)
         values = None
         if weights is not None:

@@ -82,6 +82,9 @@ class Exchange(Session):
     def refuse(self, operation: Operation, error: Exception) -> None:
         self.sequencer.refuse(operation, error)
 
+    def check_room(self, operation: Operation) -> None:
+        self.sequencer.check_room(operation)
+
     def make_room(self) -> None:
         self.sequencer.make_room()
 
@@ -123,4 +126,7 @@ class Exchange(Session):
         return self.memory.trim()
 
     def close(self) -> None:
+        self.sequencer.abandon()
+        self.algorithms = {}  # they hold the session, so it would take the garbage collector to let go of the memory
         self.transport.close()
+        self.memory.trim()

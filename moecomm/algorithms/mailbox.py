@@ -2,9 +2,13 @@
 
 The control region of a rank, written by its peers (S slots, so that a message outlives the calls in flight):
 
-    cards    [S][R]  call number, operation, signature, offsets, limits; then counts [E + R] int32
-    grants   [S][R]  call number, offset, bytes needed, bytes allowed, refused
-    notices  [S][R]  call number, length, text: why the source gave up on the call
+    cards    [S][R]     call number, operation, signature, offsets, limits; then counts [E + R] int32
+    grants   [S][R]     call number, offset, bytes needed, bytes allowed, refused
+    notices  [32][R]    call number, kind, length, text: why the source gave up on the call
+    marks    [R][1024]  call number: that the source gave up on the call
+
+A rank that refuses one call after the other runs ahead of peers that still finish an earlier one. So a notice may be
+overwritten before it is read; the mark says whether it concerned the call, and lasts longer.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 
 from moecomm.transports.base import Transport
 
-__all__ = ["MAX_PLANES", "Card", "Grant", "Mailbox"]
+__all__ = ["MAX_PLANES", "Card", "Grant", "Mailbox", "Notice"]
 
 MAX_PLANES = 4
 _LINE = 64
@@ -27,8 +31,10 @@ _LINE = 64
 _AGREED = struct.Struct("10q")
 _CARD = struct.Struct("10q4q3q")
 _GRANT = struct.Struct("5q")
-_NOTICE = struct.Struct("2q1008s")
-_NOTICE_TEXT_BYTES = 1008
+_NOTICE = struct.Struct("3q1000s")
+_NOTICE_TEXT_BYTES = 1000
+_NUM_NOTICES = 32
+_NUM_MARKS = 1024
 
 
 class Card(NamedTuple):
@@ -62,6 +68,20 @@ class Grant(NamedTuple):
     refused: bool
 
 
+class Notice(NamedTuple):
+    """That a rank gave up on a call.
+
+    Attributes:
+        rank: which.
+        kind: a small number whose meaning the sender and the reader agree on.
+        text: why.
+    """
+
+    rank: int
+    kind: int
+    text: str
+
+
 class Mailbox:
     """Cards, grants and notices of one communicator. Construction is collective.
 
@@ -71,28 +91,34 @@ class Mailbox:
         num_slots: calls whose messages are kept; at least the number of calls in flight.
 
     Attributes:
+        num_slots: as given.
         counts_out: `[E + R]` int32: the counts that the next `send_card(..., with_counts=True)` sends.
     """
 
     def __init__(self, transport: Transport, num_counts: int, num_slots: int) -> None:
         self._transport = transport
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._ranks = range(transport.num_ranks)
         counts_start = _lines(_CARD.size)
         self._sizes = (counts_start + _lines(4 * num_counts), _lines(_GRANT.size), _lines(_NOTICE.size))
-        sections = [num_slots * transport.num_ranks * size for size in self._sizes]
+        self._slots = (num_slots, num_slots, _NUM_NOTICES)
+        sections = [slots * transport.num_ranks * size for slots, size in zip(self._slots, self._sizes, strict=True)]
         self._starts = (0, sections[0], sections[0] + sections[1])
-        self._region = transport.allocate(sum(sections))
+        self._marks_start = sum(sections)
+        self._region = transport.allocate(self._marks_start + transport.num_ranks * _NUM_MARKS * 8)
         self._view = transport.mapping(self._region).view(0, self._region.nbytes)
         cards = np.frombuffer(self._view[: sections[0]], dtype=np.uint8)
         cards = cards.reshape(num_slots, transport.num_ranks, self._sizes[0])
         self._counts = cards[:, :, counts_start:].view(np.int32)[:, :, :num_counts]
+        marks = np.frombuffer(self._view[self._marks_start :], dtype=np.int64)
+        self._marks = marks.reshape(transport.num_ranks, _NUM_MARKS)
+        self._mark_out = np.zeros(1, dtype=np.int64)
         self._outgoing = [bytearray(size) for size in self._sizes]
         self._out_addresses = [np.frombuffer(out, dtype=np.uint8).ctypes.data for out in self._outgoing]
         self.counts_out = torch.frombuffer(self._outgoing[0], dtype=torch.int32, count=num_counts, offset=counts_start)
 
     def _offset(self, kind: int, sequence: int, source: int) -> int:
-        slot = sequence % self._num_slots
+        slot = sequence % self._slots[kind]
         return self._starts[kind] + (slot * len(self._ranks) + source) * self._sizes[kind]
 
     def _post(self, kind: int, sequence: int, nbytes: int, lane: int, advance: int) -> None:
@@ -121,7 +147,7 @@ class Mailbox:
 
     def counts(self, sequence: int) -> npt.NDArray[np.int32]:
         """`[R, E + R]` int32: a copy of the counts on everybody's cards."""
-        counts: npt.NDArray[np.int32] = self._counts[sequence % self._num_slots].copy()
+        counts: npt.NDArray[np.int32] = self._counts[sequence % self.num_slots].copy()
         return counts
 
     def send_grant(self, sequence: int, grant: Grant, lane: int, advance: int) -> None:
@@ -137,20 +163,27 @@ class Mailbox:
             grants.append(Grant(offset, need, limit, bool(refused)))
         return grants
 
-    def send_notice(self, sequence: int, text: str, lane: int) -> None:
+    def send_notice(self, sequence: int, kind: int, text: str, lane: int) -> None:
         """Tells every rank that this one gave up on the call, and adds 1 to its counter `lane`."""
         data = text.encode()[:_NOTICE_TEXT_BYTES]
-        # The call number is stored with + 1, so that untouched memory is no notice.
-        _NOTICE.pack_into(self._outgoing[2], 0, sequence + 1, len(data), data)
-        self._post(2, sequence, _NOTICE.size, lane, 1)
+        # Call numbers are stored with + 1, so that untouched memory is no notice.
+        _NOTICE.pack_into(self._outgoing[2], 0, sequence + 1, kind, len(data), data)
+        offset = self._offset(2, sequence, self._transport.rank)
+        for rank in self._ranks:
+            self._transport.put(self._region, offset, self._out_addresses[2], _NOTICE.size, rank)
+        self._mark_out[0] = sequence + 1
+        mark = self._marks_start + 8 * (self._transport.rank * _NUM_MARKS + sequence % _NUM_MARKS)
+        self._transport.post(self._region, mark, self._mark_out.ctypes.data, 8, lane, 1)
 
-    def notices(self, sequence: int) -> list[tuple[int, str]]:
-        """Ranks that gave up on this call (or on one so much later that this call's notice is overwritten), and why."""
+    def notices(self, sequence: int) -> list[Notice]:
+        """By rank, who gave up on this call (or on one so much later that this call's mark is overwritten), and why."""
         found = []
-        for source in self._ranks:
-            number, length, text = _NOTICE.unpack_from(self._view, self._offset(2, sequence, source))
-            if number > sequence:
-                found.append((source, text[:length].decode(errors="replace")))
+        for source in np.flatnonzero(self._marks[:, sequence % _NUM_MARKS] > sequence).tolist():
+            number, kind, length, text = _NOTICE.unpack_from(self._view, self._offset(2, sequence, source))
+            if number == sequence + 1:
+                found.append(Notice(source, kind, text[:length].decode(errors="replace")))
+            else:
+                found.append(Notice(source, 0, "its reason was overwritten by that of a later call"))
         return found
 
 

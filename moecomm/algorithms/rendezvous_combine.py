@@ -97,4 +97,5 @@ class Combine:
         return kernels.pull_values(routing.routes, addresses, dtype=dtype)
 
     def _release(self) -> None:
+        self.exchange.sequencer.check_notices(self.call)
         self.call.blocks.clear()

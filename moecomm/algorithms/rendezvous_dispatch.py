@@ -58,7 +58,6 @@ class Dispatch:
         if topk_weights is not None:
             self.planes += (topk_weights.element_size() * (num_topk if self.flat else 1),)
         self.plan: Plan
-        self.block: _C.Block | None = None
         operation = Operation.CACHED_DISPATCH if self.cached else Operation.DISPATCH
         self.call = Call(operation, signature_of(routing, row_format, topk_weights))
         arrive = Phase("arrive", LANE_DONE, self._arrive)
@@ -92,17 +91,18 @@ class Dispatch:
         self.plan = plan_exchange(counts, exchange.placement, exchange.rank, routing.layout, routing.expert_alignment)
         need = block_layout(self.plan.rows_per_rank[exchange.rank], self.planes).nbytes
         exchange.sequencer.release_quarantine()
-        self.block = exchange.memory.allocate(need)
+        block = exchange.memory.allocate(need)
         limit = exchange.memory.limit
-        if self.block is None:
+        if block is None:
             return Grant(-1, need, limit, refused=True)
-        self.call.blocks.append(self.block)
-        return Grant(self.block.offset, need, limit, refused=False)
+        # Owned by the call alone, which keeps it from being used again for as long as peers may write to it.
+        self.call.blocks.append(block)
+        return Grant(block.offset, need, limit, refused=False)
 
     def _grant(self) -> None:
         exchange, routing = self.exchange, self.routing
-        exchange.sequencer.cards(self.call)
         counts = exchange.mailbox.counts(self.call.sequence)
+        exchange.sequencer.cards(self.call)  # all the same call, and nobody gave up while the counts were read
         grant = self._reserve(counts)
         advance = exchange.sequencer.advance(LANE_GRANTED, self.call)
         exchange.mailbox.send_grant(self.call.sequence, grant, LANE_GRANTED, advance)
@@ -135,7 +135,7 @@ class Dispatch:
 
     def _grants(self) -> list[Grant]:
         if not self.cached:
-            return self.exchange.mailbox.grants(self.call.sequence)
+            return self.exchange.sequencer.grants(self.call)
         cards = self.exchange.sequencer.cards(self.call)
         return [Grant(card.offsets[0], card.need, card.limit, card.refused) for card in cards]
 
@@ -182,21 +182,22 @@ class Dispatch:
                     ctypes.memset(base + offset + start * row_bytes, 0, (end - start) * row_bytes)
 
     def _arrive(self) -> None:
+        self.exchange.sequencer.check_notices(self.call)
         num_rows = self.plan.rows_per_rank[self.exchange.rank]
         offsets = block_layout(num_rows, self.planes).offsets
         num_planes = len(self.row_format.plane_bytes)
         num_topk = self.routing.topk_idx.shape[1]
-        assert self.block is not None
+        block = self.call.blocks[0]
         weights, topk_idx = None, None
         if self.flat:
-            topk_idx = _view(self.block, torch.int32, offsets[num_planes], (num_rows, num_topk))
+            topk_idx = _view(block, torch.int32, offsets[num_planes], (num_rows, num_topk))
         if self.topk_weights is not None:
             shape = (num_rows, num_topk) if self.flat else (num_rows,)
-            weights = _view(self.block, self.topk_weights.dtype, offsets[-1], shape)
+            weights = _view(block, self.topk_weights.dtype, offsets[-1], shape)
         tokens = torch.from_numpy(self.plan.num_tokens_per_expert)
         self.exchange.count_tokens(tokens)
         self.call.result = Arrival(
-            x=self.row_format.decode(self.block, offsets[:num_planes], num_rows),
+            x=self.row_format.decode(block, offsets[:num_planes], num_rows),
             topk_weights=weights,
             topk_idx=topk_idx,
             num_tokens_per_expert=tokens,

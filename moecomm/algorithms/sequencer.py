@@ -7,16 +7,33 @@ done with it; the next call then starts clean on every rank.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import Any
 
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, LANE_NOTICED, NUM_LANES, Call
-from moecomm.algorithms.mailbox import Card, Mailbox
+from moecomm.algorithms.mailbox import Card, Grant, Mailbox, Notice
 from moecomm.algorithms.signature import Operation, Signature
-from moecomm.errors import CallMismatch, PeerFailed, PeerLost, PeerTimeout, TooManyInFlight, TransportError
+from moecomm.errors import (
+    CallMismatch,
+    CommunicatorClosed,
+    MemoryLimitExceeded,
+    PeerFailed,
+    PeerLost,
+    PeerTimeout,
+    TooManyInFlight,
+    TransportError,
+)
 from moecomm.transports.base import Transport, WaitOutcome
 
 __all__ = ["Sequencer"]
+
+_log = logging.getLogger("moecomm.sequencer")
+
+# Kinds of notices. An agreed failure follows from what all ranks know, and all raise it alike, whether they find out
+# themselves or are told first; a rank that gave up because another did is not worth naming beside that one.
+_OWN_REASON, _FOLLOWED, _AGREED = range(3)
+_AGREED_ERRORS: tuple[type[Exception], ...] = (ValueError, MemoryLimitExceeded, CallMismatch)
 
 
 class Sequencer:
@@ -38,6 +55,7 @@ class Sequencer:
         self._next_sequence = 0
         self._outstanding: deque[Call] = deque()
         self._sent = [0] * NUM_LANES
+        self._owed = 0  # one more than the last call that this rank did not carry to its end
         self._quarantine: deque[tuple[int, Any]] = deque()
 
     def begin(self, call: Call) -> None:
@@ -46,52 +64,55 @@ class Sequencer:
         Raises:
             TooManyInFlight: if `max_in_flight` calls are outstanding.
         """
-        self.check_capacity(call)
+        self.check_room(call.operation)
         self._number(call)
         self._outstanding.append(call)
         try:
             call.phases[0].run()
-        except Exception as error:
-            self._give_up(call, error, reached_lane=LANE_BEGUN)
+        except BaseException as error:
+            self._give_up(call, error)
             self._settle(call)
             raise
         call.num_run = 1
-
-    def _settle(self, call: Call) -> None:
-        self._outstanding.remove(call)
-        call.settle()
-
-    def check_capacity(self, call: Call) -> None:
-        """Raises TooManyInFlight if one more call may not begin."""
-        if len(self._outstanding) >= self.max_in_flight:
-            waiting = ", ".join(other.title for other in self._outstanding)
-            raise TooManyInFlight(
-                f"{call.operation.title}: {len(self._outstanding)} calls are in flight ({waiting}) and max_in_flight "
-                f"is {self.max_in_flight}; wait for one of them first, or construct the Communicator with a larger one"
-            )
-
-    def make_room(self) -> None:
-        """Finishes the oldest calls until one more may begin; their errors wait for those who wait for them."""
-        while len(self._outstanding) >= self.max_in_flight:
-            self._run_phase(self._outstanding[0])
 
     def refuse(self, operation: Operation, error: Exception) -> None:
         """Counts a call that this rank's arguments do not allow, and tells the peers, who would wait for it."""
         call = Call(operation, None)
         self._number(call)
-        self._give_up(call, error, reached_lane=LANE_BEGUN)
+        self._give_up(call, error)
+        self._catch_up()
 
     def _number(self, call: Call) -> None:
         call.sequence = self._next_sequence
         self._next_sequence += 1
 
+    def _is_full(self) -> bool:
+        # Calls refused since the oldest one count as well: for the peers, who learn of it only when they wait for them,
+        # they are in flight, and their messages and windows are numbered.
+        return bool(self._outstanding) and self._next_sequence - self._outstanding[0].sequence >= self.max_in_flight
+
+    def check_room(self, operation: Operation) -> None:
+        """Raises TooManyInFlight if one more call may not begin."""
+        if not self._is_full():
+            return
+        waiting = ", ".join(other.title for other in self._outstanding)
+        oldest = self._outstanding[0]
+        raise TooManyInFlight(
+            f"{operation.title} #{self._next_sequence}: {self._next_sequence - oldest.sequence} calls have begun "
+            f"since {oldest.title}, which is in flight (all that are: {waiting}), and max_in_flight is "
+            f"{self.max_in_flight}; wait for {oldest.title} first, or construct the Communicator with a larger one"
+        )
+
+    def make_room(self) -> None:
+        """Finishes the oldest calls until one more may begin; their errors wait for those who wait for them."""
+        while self._is_full():
+            self._run_phase(self._outstanding[0])
+
     def finish(self, call: Call) -> Any:
         """Runs the call to its end, its elders first, and gives its result or raises its error."""
         while not call.settled:
-            self._run_phase(self._outstanding[0])
-        if call.error is not None:
-            raise call.error
-        return call.result
+            self._run_phase(self._outstanding[0], wanted=call)
+        return call.outcome()
 
     def step(self, call: Call) -> None:
         """Runs one more phase of the oldest unsettled call up to this one."""
@@ -101,32 +122,54 @@ class Sequencer:
     def poll(self, call: Call) -> bool:
         """Runs what can run without waiting; True once the call is settled."""
         while not call.settled:
-            oldest = self._outstanding[0]
-            lane = oldest.next_phase.lane
-            if lane is not None and self.transport.wait(lane, oldest.sequence + 1, 0.0) is WaitOutcome.TIMEOUT:
+            if not self.may_step():
                 return False
-            self._run_phase(oldest)
+            self._run_phase(self._outstanding[0])
         return True
 
-    def _run_phase(self, call: Call) -> None:
+    def may_step(self) -> bool:
+        """Whether the next phase of the oldest call in flight can run without waiting."""
+        oldest = self._outstanding[0]
+        lane = oldest.next_phase.lane
+        return lane is None or self.transport.wait(lane, oldest.sequence + 1, 0.0) is not WaitOutcome.TIMEOUT
+
+    def abandon(self) -> None:
+        """Gives up on all calls in flight, because the communicator closes."""
+        while self._outstanding:
+            call = self._outstanding[0]
+            call.error = CommunicatorClosed(f"{call.title} was in flight when the communicator was closed")
+            self._give_up(call, call.error)
+            self._settle(call)
+
+    def _run_phase(self, call: Call, wanted: Call | None = None) -> None:
+        """Runs a phase; keeps what it raises for whoever waits for the call, or raises it if the call is `wanted`."""
         phase = call.next_phase
         try:
             if phase.lane is not None:
                 self._await(call, phase.lane)
             phase.run()
-        except Exception as error:  # noqa: BLE001 - kept for whoever waits for the call
-            call.error = error
-            self._give_up(call, error, reached_lane=LANE_DONE)
+        except Exception as error:
+            call.fail(error)
+            self._give_up(call, error)
+            self._settle(call)
+            if call is wanted:
+                raise
+            _log.debug("%s failed; whoever waits for it is told", call.title, exc_info=True)
         except BaseException as error:
             # An interrupt from the keyboard, say: the peers must not wait for a rank that has stopped.
             call.error = TransportError(f"{call.title} was interrupted", operation=call.title, peers=())
-            self._give_up(call, error, reached_lane=LANE_DONE)
+            self._give_up(call, error)
             self._settle(call)
             raise
         else:
             call.num_run += 1
-        if call.error is not None or call.num_run == len(call.phases):
-            self._settle(call)
+            if call.num_run == len(call.phases):
+                self._settle(call)
+
+    def _settle(self, call: Call) -> None:
+        self._outstanding.remove(call)
+        call.settle()
+        self._catch_up()
 
     # -- counters --------------------------------------------------------------------------------------------------
 
@@ -141,6 +184,19 @@ class Sequencer:
         """Tells every rank that this one has come that far with the call."""
         self.transport.signal_all(lane, self.advance(lane, call))
 
+    def _catch_up(self) -> None:
+        """Counts this rank as done with all calls before the oldest in flight: some it did not carry to the end."""
+        if self._sent[LANE_DONE] >= self._owed:
+            return
+        through = self._outstanding[0].sequence if self._outstanding else self._next_sequence
+        for lane in (LANE_BEGUN, LANE_GRANTED, LANE_DONE):
+            step = through - self._sent[lane]
+            if step > 0:
+                self._sent[lane] += step
+                self.transport.signal_all(lane, step)
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
     def send_card(self, card: Card, call: Call, *, with_counts: bool) -> None:
         """Sends the card with which a call begins."""
         self.num_cards_with_counts += with_counts
@@ -151,9 +207,13 @@ class Sequencer:
 
         Raises:
             CallMismatch: if they do not.
+            PeerFailed: if a peer gave up on the call.
         """
         cards = self.mailbox.cards(call.sequence)
-        if self.mailbox.all_agree(call.sequence):
+        agree = self.mailbox.all_agree(call.sequence)
+        # After reading: whoever has given up may have sent something else since.
+        self.check_notices(call)
+        if agree:
             return cards
         me = self.transport.rank
         mine = cards[me]
@@ -169,47 +229,67 @@ class Sequencer:
             peers=(other,),
         )
 
+    def grants(self, call: Call) -> list[Grant]:
+        """Everybody's grants, by rank.
+
+        Raises:
+            PeerFailed: if a peer gave up on the call.
+        """
+        grants = self.mailbox.grants(call.sequence)
+        self.check_notices(call)
+        return grants
+
     def check_notices(self, call: Call) -> None:
-        """Raises PeerFailed if a peer gave up on this call."""
+        """Raises PeerFailed, or what the peer raised if all ranks raise it alike, if a peer gave up on this call."""
         if self.transport.total(LANE_NOTICED) == 0:
             return
-        notices = [(rank, text) for rank, text in self.mailbox.notices(call.sequence) if rank != self.transport.rank]
+        notices = [notice for notice in self.mailbox.notices(call.sequence) if notice.rank != self.transport.rank]
         if not notices:
             return
-        # A peer that has died is the better answer than a peer that gave up because of it.
-        self._raise_if_lost(call, call.next_phase.lane)
-        ranks = tuple(rank for rank, _ in notices)
-        texts = "; ".join(f"{self.transport.describe_peer(rank)} gave up: {text}" for rank, text in notices)
-        raise PeerFailed(f"{call.title}: {texts}", operation=call.title, peers=ranks)
+        for notice in notices:
+            if notice.kind >= _AGREED:
+                call.is_agreed_failure = True
+                raise _agreed_error(_AGREED_ERRORS[notice.kind - _AGREED], notice, call)
+        # A peer that has died is a better answer than a peer that gave up because of it.
+        told = {notice.rank for notice in notices}
+        last_lane = max(phase.lane or 0 for phase in call.phases)
+        lost = [rank for rank in self._gone() if rank not in told and self._is_behind(rank, last_lane, call)]
+        if lost:
+            raise self._lost(call, lost)
+        raise self._failed(call, [notice for notice in notices if notice.kind != _FOLLOWED] or notices)
+
+    def _failed(self, call: Call, notices: list[Notice]) -> PeerFailed:
+        texts = "; ".join(f"{self.transport.describe_peer(notice.rank)} gave up: {notice.text}" for notice in notices)
+        ranks = tuple(notice.rank for notice in notices)
+        return PeerFailed(f"{call.title}: {texts}", operation=call.title, peers=ranks)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
+    def _is_behind(self, rank: int, lane: int, call: Call) -> bool:
+        return self.transport.lane(lane, rank) <= call.sequence
+
     def _behind(self, call: Call, lane: int) -> list[int]:
-        ranks = range(self.transport.num_ranks)
-        return [rank for rank in ranks if self.transport.lane(lane, rank) <= call.sequence]
+        return [rank for rank in range(self.transport.num_ranks) if self._is_behind(rank, lane, call)]
+
+    def _gone(self) -> list[int]:
+        return [rank for rank in self.transport.gone() if rank != self.transport.rank]
 
     def _await(self, call: Call, lane: int) -> None:
+        """Waits until everybody has come so far; whether somebody gave up is for the phase to ask."""
         outcome = self.transport.wait(lane, call.sequence + 1, self.timeout)
         if outcome is WaitOutcome.LOST:
-            self._raise_if_lost(call, lane)
+            raise self._lost(call, [rank for rank in self._gone() if self._is_behind(rank, lane, call)])
         if outcome is WaitOutcome.TIMEOUT:
             raise self._timeout(call, lane)
-        self.check_notices(call)
 
-    def _raise_if_lost(self, call: Call, lane: int | None) -> None:
-        gone = [rank for rank in self.transport.gone() if rank != self.transport.rank]
-        if lane is not None and gone:
-            behind = set(self._behind(call, lane))
-            gone = [rank for rank in gone if rank in behind] or gone
-        if not gone:
-            return
-        who = ", ".join(self.transport.describe_peer(rank) for rank in gone)
-        seen = "; ".join(f"rank {rank} {self._progress(rank, call)}" for rank in gone)
-        raise PeerLost(
+    def _lost(self, call: Call, ranks: list[int]) -> PeerLost:
+        who = ", ".join(self.transport.describe_peer(rank) for rank in ranks)
+        seen = "; ".join(f"rank {rank} {self._progress(rank, call)}" for rank in ranks)
+        return PeerLost(
             f"{call.title}: lost {who}: the process has ended or closed its communicator while rank "
             f"{self.transport.rank} was in phase {call.next_phase.name!r}; last seen: {seen}",
             operation=call.title,
-            peers=tuple(gone),
+            peers=tuple(ranks),
         )
 
     def _progress(self, rank: int, call: Call) -> str:
@@ -240,13 +320,14 @@ class Sequencer:
 
     # -- failure ---------------------------------------------------------------------------------------------------
 
-    def _give_up(self, call: Call, error: BaseException, *, reached_lane: int) -> None:
-        """Tells the peers, counts this rank as done up to `reached_lane`, and keeps memory that peers may touch."""
-        text = f"{type(error).__name__}: {error}"
-        if not call.is_agreed_failure:
-            self.mailbox.send_notice(call.sequence, text, LANE_NOTICED)
-        for lane in range(LANE_BEGUN, reached_lane + 1):
-            self.signal_all(lane, call)
+    def _give_up(self, call: Call, error: BaseException) -> None:
+        """Tells the peers that this rank has stopped, and keeps memory that they may still touch."""
+        kind, text = _FOLLOWED if isinstance(error, PeerFailed) else _OWN_REASON, f"{type(error).__name__}: {error}"
+        if call.is_agreed_failure and type(error) in _AGREED_ERRORS:
+            kind, text = _AGREED + _AGREED_ERRORS.index(type(error)), str(error)
+        self.mailbox.send_notice(call.sequence, kind, text, LANE_NOTICED)
+        self.signal_all(LANE_BEGUN, call)
+        self._owed = max(self._owed, call.sequence + 1)
         self._quarantine.extend((call.sequence, block) for block in call.blocks)
         call.blocks = []
 
@@ -263,3 +344,9 @@ class Sequencer:
             if busy:
                 return
             self._quarantine.popleft()
+
+
+def _agreed_error(kind: type[Exception], notice: Notice, call: Call) -> Exception:
+    if kind is CallMismatch:
+        return CallMismatch(notice.text, operation=call.title, peers=(notice.rank,))
+    return kind(notice.text)
