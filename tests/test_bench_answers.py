@@ -38,7 +38,7 @@ def oracle(config, works):
     received = [
         reference_dispatch(xs, idxs, weights, num_experts=config.experts, rank=rank) for rank in range(config.ranks)
     ]
-    ys = [one.x * work.row_scale().unsqueeze(1) for one, work in zip(received, works, strict=True)]
+    ys = [one.x * work.row_scale() for one, work in zip(received, works, strict=True)]
     combined = [
         reference_combine(ys, idxs, num_experts=config.experts, rank=rank, topk_weights=weights[rank])
         for rank in range(config.ranks)
@@ -56,6 +56,27 @@ def test_the_oracle_is_right_to_the_bit(config):
         assert wrong_in_combine(work, out, scaled=True, exact=False) == 0
         assert work.payload.received == arrived.x.shape[0]
         assert work.payload.routed == int((work.inputs.topk_idx >= 0).sum())
+
+
+def test_slabs_are_compared_as_far_as_they_are_filled():
+    config = CONFIGS[0]
+    works = workloads(config)
+    for work, arrived in zip(works, oracle(config, works)[0], strict=True):
+        counts = arrived.num_tokens_per_expert.tolist()
+        capacity = max(counts) + 2
+        x = torch.full((len(counts), capacity, config.hidden), float("nan"), dtype=torch.bfloat16)
+        weights = torch.zeros(len(counts), capacity)
+        for slab, slab_weights, rows, row_weights in zip(
+            x, weights, arrived.x.split(counts), arrived.topk_weights.split(counts), strict=True
+        ):
+            slab[: rows.shape[0]] = rows
+            slab_weights[: rows.shape[0]] = row_weights
+        assert wrong_in_dispatch(work, Arrived(x, weights, arrived.num_tokens_per_expert)) == 0
+        x[0, 0, 1] += 1
+        assert wrong_in_dispatch(work, Arrived(x, weights, arrived.num_tokens_per_expert)) == 1
+        assert work.slab_scale().shape == (len(counts), 1, 1)
+        per_row = work.slab_scale().flatten().repeat_interleave(arrived.num_tokens_per_expert.long())
+        assert torch.equal(per_row, work.row_scale().flatten())
 
 
 def test_every_kind_of_mistake_is_counted():

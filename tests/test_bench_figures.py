@@ -112,7 +112,10 @@ def example(**changes):
     """Two ranks, one case of one token: times in ns by hand, one wrong element in gloo's combine."""
     values = {"tokens": (1,), "hidden": 4, "experts": 4, "topk": 2, "backends": ("moecomm", "gloo"), **changes}
     config = BenchConfig(**values)
-    backends = [{"name": n, "transport": t, "codec": "none"} for n, t in (("moecomm", "shm"), ("gloo", "gloo"))]
+    backends = [
+        {"name": n, "transport": t, "codec": "none", "layout": "expert_major"}
+        for n, t in (("moecomm", "shm"), ("gloo", "gloo"))
+    ]
 
     def times(dispatch, combine):
         return {

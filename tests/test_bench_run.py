@@ -66,6 +66,11 @@ def test_competitors_are_right(changes):
     assert set(wrong(dataclasses.replace(TINY, **changes)).values()) == {0}
 
 
+def test_the_low_latency_mode_is_right():
+    config = dataclasses.replace(TINY, backends=("moecomm",), mode="low_latency", tokens=(1, 4))
+    assert set(wrong(config).values()) == {0}
+
+
 def test_mpi_takes_part_where_it_is():
     try:
         mpirun()

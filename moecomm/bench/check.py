@@ -19,21 +19,23 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 def wrong_in_dispatch(workload: Workload, arrived: Arrived) -> int:
     """Wrong elements in what a dispatch brought: rows and weights by their bits, and counts of rows per expert.
 
-    A tensor of another shape or dtype than it must have counts as wrong in every element that it should have.
+    A tensor of another shape or dtype than it must have counts as wrong in every element that it should have. Of slabs,
+    the rows that their counts promise are compared.
     """
     hidden = workload.inputs.x.shape[1]
     num_rows = workload.payload.received
     counts, weights = workload.num_tokens_per_expert, workload.received_weights
     wrong = _differing(arrived.num_tokens_per_expert.to(counts.dtype), counts)
     # They are float32 numbers; some carry them as float64 beside float64 rows.
-    brought = weights.new_empty(0) if arrived.topk_weights is None else arrived.topk_weights.to(weights.dtype)
-    wrong += _differing(brought, weights)
-    if arrived.x.shape != (num_rows, hidden) or arrived.x.dtype != workload.inputs.x.dtype:
+    x, brought = _rows(arrived.x, counts), arrived.topk_weights
+    brought = weights.new_empty(0) if brought is None else _rows(brought.unsqueeze(-1), counts).squeeze(-1)
+    wrong += _differing(brought.to(weights.dtype), weights)
+    if x.shape != (num_rows, hidden) or x.dtype != workload.inputs.x.dtype:
         return wrong + num_rows * hidden
     step = max(1, PIECE_ELEMENTS // hidden)
     for first in range(0, num_rows, step):
         last = min(first + step, num_rows)
-        wrong += _differing(arrived.x[first:last], workload.received_rows(first, last))
+        wrong += _differing(x[first:last], workload.received_rows(first, last))
     return wrong
 
 
@@ -65,6 +67,13 @@ def wrong_in_combine(workload: Workload, combined: Tensor, *, scaled: bool, exac
         # Written so that NaN counts as wrong.
         wrong += total.numel() - int(((part.to(total.dtype) - total).abs() <= allowed).sum())
     return wrong
+
+
+def _rows(slabs: Tensor, counts: Tensor) -> Tensor:
+    """`[E_local, capacity, W]` as the rows `[N, W]` that `counts` promise; `[N, W]` as it is."""
+    if slabs.dim() != 3 or slabs.shape[0] != counts.shape[0]:
+        return slabs
+    return torch.cat([slab[:count] for slab, count in zip(slabs, counts.tolist(), strict=True)])
 
 
 def _differing(found: Tensor, expected: Tensor) -> int:

@@ -40,15 +40,19 @@ class Setup:
 
 
 class Arrived(Protocol):
-    """What a dispatch brings, in the canonical order: by local expert, then source rank, source token and k."""
+    """What a dispatch brings, in the canonical order: by local expert, then source rank, source token and k.
+
+    In layout `expert_major` the rows lie behind each other; in layout `slab` each expert's rows stand at the beginning
+    of a slab of `capacity` rows.
+    """
 
     @property
     def x(self) -> Tensor:
-        """`[N, H]` of the rows' dtype."""
+        """`[N, H]`, slab: `[E_local, capacity, H]`, of the rows' dtype."""
 
     @property
     def topk_weights(self) -> Tensor | None:
-        """`[N]` float32, the weight of each row's route."""
+        """`[N]`, slab: `[E_local, capacity]`, float32: the weight of each row's route."""
 
     @property
     def num_tokens_per_expert(self) -> Tensor:
@@ -93,20 +97,25 @@ class Dispatcher(abc.ABC):
 
     @abc.abstractmethod
     def output_buffer(self, arrived: Arrived) -> Tensor:
-        """A tensor `[N, H]` of the rows' dtype where experts would write their output; values undefined."""
+        """A tensor of the shape and dtype of `arrived.x` where experts would write their output; values undefined."""
 
     @abc.abstractmethod
     def combine(self, y: Tensor, arrived: Arrived, topk_weights: Tensor) -> Tensor:
         """Bring the experts' rows home and add them up, weighted at home.
 
         Arguments:
-            y: `[N, H]`, the output buffer or the received rows themselves.
+            y: of the shape of `arrived.x`: the output buffer or the received rows themselves.
             arrived: what the dispatch brought.
             topk_weights: `[T, K]` float32.
 
         Returns:
             `[T, H]`; a token without routes is zero.
         """
+
+    @property
+    def layout(self) -> str:
+        """In which layout rows arrive: `expert_major` or `slab`."""
+        return "expert_major"
 
     def memory(self) -> int | None:
         """Most bytes of receive memory that this rank has touched so far, or `None` where that is not known."""

@@ -86,7 +86,6 @@ class Measurement:
         self._agree = agree
         self._progress = progress
         self._bound = MemoryBound(workload) if config.bound else None
-        self._scale = workload.row_scale().unsqueeze(1)
         self.times = CaseTimes()
 
     def run(self) -> CaseTimes:
@@ -198,8 +197,9 @@ class Measurement:
     def _experts(self, dispatcher: Dispatcher, arrived: Arrived) -> Tensor:
         """What the benchmark's experts make of the rows; of rows that did not come as they must, the rows."""
         y = dispatcher.output_buffer(arrived)
-        if arrived.x.shape[0] == self._scale.shape[0]:
-            torch.mul(arrived.x, self._scale, out=y)
+        scale = self._workload.slab_scale() if dispatcher.layout == "slab" else self._workload.row_scale()
+        if arrived.x.shape[:1] == scale.shape[:1]:
+            torch.mul(arrived.x, scale, out=y)
         else:
             y.copy_(arrived.x)
         return y

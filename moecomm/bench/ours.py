@@ -16,7 +16,7 @@ __all__ = ["MoecommDispatcher"]
 
 @final
 class MoecommDispatcher(Dispatcher):
-    """`Communicator.dispatch` in the expert-major layout, `Communicator.combine` with the weights applied at home."""
+    """`Communicator.dispatch` in the layout of its mode, `Communicator.combine` with the weights applied at home."""
 
     name = "moecomm"
     is_exact = True
@@ -44,6 +44,10 @@ class MoecommDispatcher(Dispatcher):
     @property
     def codec(self) -> str:
         return self._codec
+
+    @property
+    def layout(self) -> str:
+        return "slab" if self._mode == "low_latency" else "expert_major"
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Arrived:
         return self._communicator.dispatch(x, topk_idx, topk_weights, mode=self._mode)

@@ -28,7 +28,7 @@ class Record:
 
     Arguments:
         op: `dispatch`, `combine` or `pair`.
-        backend: who did it; transport, codec: how.
+        backend: who did it; transport, codec, layout: how.
         tokens: per rank.
         summary: the times.
         bytes: payload as stated on top; local_bytes: the part of it that a rank sends to itself.
@@ -42,6 +42,7 @@ class Record:
     backend: str
     transport: str
     codec: str
+    layout: str
     tokens: int
     summary: Summary
     bytes: int
@@ -100,6 +101,7 @@ def make_records(config: BenchConfig, results: Sequence[Mapping[str, Any]]) -> l
                         backend=name,
                         transport=about["transport"],
                         codec=about["codec"],
+                        layout=about["layout"],
                         tokens=tokens,
                         summary=summaries[name],
                         bytes=largest[0],
@@ -129,7 +131,7 @@ def as_json(config: BenchConfig, record: Record) -> dict[str, Any]:
         "topk": config.topk,
         "dtype": config.dtype,
         "routing": str(config.routing),
-        "layout": "expert_major",
+        "layout": record.layout,
         "competitors": config.competitors,
         "seed": config.seed,
         "iterations": summary.iterations,

@@ -86,7 +86,7 @@ def _run(config: BenchConfig, directory: Path, rank: int) -> dict[str, Any]:
         return {
             "rank": rank,
             "backends": [
-                {"name": d.name, "transport": d.transport, "codec": d.codec, "is_exact": d.is_exact}
+                {"name": d.name, "transport": d.transport, "codec": d.codec, "layout": d.layout, "is_exact": d.is_exact}
                 for d in dispatchers
             ],
             "cases": cases,

@@ -105,8 +105,8 @@ class Workload:
         self._all_rows = torch.cat(xs) if check else None
         self._origins = sources[:, 0] * num_tokens + sources[:, 1]
         local_expert = torch.arange(self._received.num_tokens_per_expert.shape[0])
-        first_expert = sum(self._num_local_experts(r) for r in range(rank))
-        self._expert_of_row = first_expert + local_expert.repeat_interleave(
+        self._first_expert = sum(self._num_local_experts(r) for r in range(rank))
+        self._expert_of_row = self._first_expert + local_expert.repeat_interleave(
             self._received.num_tokens_per_expert.to(torch.int64)
         )
         local = int((sources[:, 0] == rank).sum())
@@ -134,8 +134,13 @@ class Workload:
         return self._all_rows.index_select(0, self._origins[first:last])
 
     def row_scale(self) -> Tensor:
-        """`[N]` of the rows' dtype: by what the expert of each received row multiplies it."""
-        return expert_scale(self._config.experts)[self._expert_of_row].to(self.inputs.x.dtype)
+        """`[N, 1]` of the rows' dtype: by what the expert of each received row multiplies it."""
+        return expert_scale(self._config.experts)[self._expert_of_row].to(self.inputs.x.dtype).unsqueeze(1)
+
+    def slab_scale(self) -> Tensor:
+        """`[E_local, 1, 1]` of the rows' dtype: by what each local expert multiplies its slab."""
+        scale = expert_scale(self._config.experts)[self._first_expert :][: self.num_tokens_per_expert.shape[0]]
+        return scale.to(self.inputs.x.dtype).view(-1, 1, 1)
 
     def combined(self, first: int, last: int, *, scaled: bool) -> tuple[Tensor, Tensor]:
         """What tokens `first` to `last` must get back.
