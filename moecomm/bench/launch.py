@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,12 +153,18 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 def _failure(config: BenchConfig, directory: Path, statuses: list[int | None]) -> str:
     """Who failed and how: tracebacks where a rank left one, else the end of what it printed."""
     parts = []
-    explained = set()
+    explained: set[int] = set()
+    seen: dict[str, int] = {}
     for rank in range(config.ranks):
         error = directory / f"error-{rank}.txt"
         if error.exists():
             explained.add(rank)
-            parts.append(f"rank {rank} of the benchmark failed:\n{error.read_text().rstrip()}")
+            text = error.read_text().rstrip()
+            # Ranks mostly fail alike; addresses differ.
+            shape = re.sub(r"0x[0-9a-f]+", "", text)
+            said = f" like rank {seen[shape]}" if shape in seen else f":\n{text}"
+            seen.setdefault(shape, rank)
+            parts.append(f"rank {rank} of the benchmark failed{said}")
     is_mpi = "mpi" in config.backends
     for number, status in enumerate(statuses):
         log = (directory / f"log-{number}.txt").read_text(errors="replace").splitlines()[-LOG_LINES:]
