@@ -56,9 +56,9 @@ def test_outputs_and_all_gradients(dtype, arithmetic, tolerance, hidden, interme
     doubles = [t.detach().double().requires_grad_() for t in (x, experts.gate_up_proj, experts.down_proj)]
     expected = reference(doubles[0], offsets.tolist(), *doubles[1:])
     expected.backward(grad.double())
-    assert (y[-2:] == 0).all()
+    assert (y[-2:].isnan() if with_out else y[-2:] == 0).all()  # rows of nobody; in `out` they stay what they were
     assert (x.grad[-2:] == 0).all()
-    assert error(y, expected) < tolerance
+    assert error(y[:-2], expected[:-2]) < tolerance
     for have, want in zip((x, experts.gate_up_proj, experts.down_proj), doubles, strict=True):
         assert have.grad.dtype == have.dtype
         assert error(have.grad, want.grad) < tolerance

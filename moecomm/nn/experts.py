@@ -39,6 +39,9 @@ class GroupedExperts(nn.Module):
         std: standard deviation of the initial weights.
         arithmetic: "auto" multiplies half-precision matrices with the CPU's own instructions for them if it has any,
             and through fp32 if not; "native" and "float32" force one or the other.
+        row_by_row: multiply each row by itself. Slower, but a token's output then has the same bits whatever tokens
+            are in the batch beside it and (where H * I is a multiple of 16) however many ranks there are: for inference
+            that must repeat exactly. Calls with gradients enabled are refused. Also an attribute, to be switched.
         dtype: of the weights, torch's default when None.
 
     Raises:
@@ -55,6 +58,7 @@ class GroupedExperts(nn.Module):
         seed: int = 0,
         std: float = 0.02,
         arithmetic: str = "auto",
+        row_by_row: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -74,6 +78,7 @@ class GroupedExperts(nn.Module):
         self.seed = seed
         self.std = std
         self.arithmetic = as_arithmetic(arithmetic)
+        self.row_by_row = row_by_row
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_local_experts, 2 * intermediate, hidden, device=device, dtype=dtype)
         )
@@ -109,7 +114,8 @@ class GroupedExperts(nn.Module):
         Arguments:
             x: `[N, H]` floating, rows grouped by local expert: `Received.x`.
             offsets: `[E_local]` int32 or int64, inclusive prefix sums of the rows per expert, alignment included:
-                `Received.offsets`. Rows beyond offsets[-1] give zero rows.
+                `Received.offsets`. Rows beyond offsets[-1], as of a low-latency dispatch, cost nothing: they give
+                zero rows, in `out` what was there before, and their gradients are zero.
             out: `[N, H]` contiguous, in the dtype of the result; the last product writes into it, which saves a copy
                 when it is a `Communicator.combine_buffer`. None = new memory.
 
@@ -118,7 +124,7 @@ class GroupedExperts(nn.Module):
             rows, or a rank without any, gets gradients that are zero tensors.
 
         Raises:
-            ValueError: shapes, dtypes or offsets that do not fit.
+            ValueError: shapes, dtypes or offsets that do not fit; `row_by_row` with gradients enabled.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(f"x must be [N, hidden = {self.hidden}], got {list(x.shape)}")
@@ -136,7 +142,15 @@ class GroupedExperts(nn.Module):
                 f"out must be contiguous {x.dtype} {list(x.shape)}, got {out.dtype} {list(out.shape)}"
                 f"{'' if out.is_contiguous() else ', not contiguous'}"
             )
-        return grouped_swiglu(x, offsets, gate_up_proj, down_proj=down_proj, out=out, arithmetic=self.arithmetic)
+        return grouped_swiglu(
+            x,
+            offsets,
+            gate_up_proj,
+            down_proj=down_proj,
+            out=out,
+            arithmetic=self.arithmetic,
+            row_by_row=self.row_by_row,
+        )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, weight in self._parameters.items():

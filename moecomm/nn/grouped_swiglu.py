@@ -26,6 +26,7 @@ def grouped_swiglu(
     down_proj: Tensor,
     out: Tensor | None = None,
     arithmetic: str = "auto",
+    row_by_row: bool = False,
 ) -> Tensor:
     """Applies each expert to its rows. Differentiable (once) in `x`, `gate_up_proj` and `down_proj`.
 
@@ -36,13 +37,31 @@ def grouped_swiglu(
         down_proj: `[E, H, I]`, dtype of `gate_up_proj`, which may differ from that of `x`.
         out: `[N, H]`, contiguous, dtype of `x`; the last product writes into it. None = new memory.
         arithmetic: "auto", "native" or "float32", see `compute_dtype`.
+        row_by_row: multiply each row by itself, so that its bits do not depend on the others. Without gradients only.
 
     Returns:
-        `[N, H]`, dtype of `x`; in the memory of `out` if given.
+        `[N, H]`, dtype of `x`; in the memory of `out` if given. Rows beyond offsets[-1] are zero; in `out` they are
+        left as they are.
 
     Raises:
-        ValueError: shapes or offsets that do not fit together.
+        ValueError: shapes or offsets that do not fit together; `row_by_row` with gradients or within a compiler.
     """
+    if row_by_row:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            raise ValueError("row_by_row must be False where gradients are enabled or a compiler traces, got True")
+        y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out.detach()
+        fill_outputs(
+            x.contiguous(),
+            offsets,
+            gate_up_proj,
+            down_proj,
+            y=y,
+            hidden=None,
+            arithmetic=arithmetic,
+            clears_tail=out is None,
+            row_by_row=True,
+        )
+        return y
     if out is None:
         return torch.ops.moecomm.grouped_swiglu(x, offsets, gate_up_proj, down_proj, arithmetic)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
@@ -50,9 +69,32 @@ def grouped_swiglu(
         return out.copy_(torch.ops.moecomm.grouped_swiglu(x, offsets, gate_up_proj, down_proj, arithmetic))
     if not torch.is_grad_enabled():
         y = out.detach()
-        fill_outputs(x.contiguous(), offsets, gate_up_proj, down_proj, y=y, hidden=None, arithmetic=arithmetic)
+        _fill_given(x, offsets, gate_up_proj, down_proj, y=y, hidden=None, arithmetic=arithmetic)
         return y
     return _GroupedSwiglu.apply(x, offsets, gate_up_proj, down_proj, out, arithmetic)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _fill_given(
+    x: Tensor,
+    offsets: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    y: Tensor,
+    hidden: Tensor | None,
+    arithmetic: str,
+) -> None:
+    """`fill_outputs` into memory that the caller gave, whose rows beyond the last are not worth the time to clear."""
+    fill_outputs(
+        x.contiguous(),
+        offsets,
+        gate_up_proj,
+        down_proj,
+        y=y,
+        hidden=hidden,
+        arithmetic=arithmetic,
+        clears_tail=False,
+    )
 
 
 def _op_forward(x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str) -> Tensor:
@@ -145,7 +187,7 @@ class _GroupedSwiglu(torch.autograd.Function):
             # Another tensor on the same memory: to autograd the result is new, and `out` stays what it was.
             y = out.detach()
             hidden = x.new_empty(x.shape[0], gate_up_proj.shape[1]) if any(ctx.needs_input_grad) else None
-            fill_outputs(x.contiguous(), offsets, gate_up_proj, down_proj, y=y, hidden=hidden, arithmetic=arithmetic)
+            _fill_given(x, offsets, gate_up_proj, down_proj, y=y, hidden=hidden, arithmetic=arithmetic)
         ctx.save_for_backward(x, offsets, gate_up_proj, down_proj, hidden)
         return y
 

@@ -14,7 +14,9 @@ from moecomm.nn.router_output import RouterOutput
 if TYPE_CHECKING:
     from moecomm.communicator import Communicator
 
-__all__ = ["MoELayer", "take_aux_loss"]
+__all__ = ["MoELayer", "set_mode", "take_aux_loss"]
+
+_MODES = ("throughput", "low_latency")
 
 
 @final
@@ -40,13 +42,19 @@ class MoELayer(nn.Module):
     Works under autocast (rows travel in its dtype), activation checkpointing (non-reentrant; see `keep_exchanges`) and
     torch.compile (as one graph).
 
+    Decoding. With `mode="low_latency"` a call has one hop and fixed shapes, which is faster for the few tokens of a
+    decode step, takes at most `max_tokens_per_rank` tokens per rank, and gives the same bits. The mode may change
+    between calls, on all ranks alike: `layer.mode = "low_latency"`, or `set_mode` for all layers of a model.
+
     Arguments:
         router: for H features, E experts and K routes per token, as `communicator`.
         experts: those that `communicator` places on this rank; see `GroupedExperts.for_communicator`.
         shared_expert: a module `[T, H] -> [T, H]` that every token passes through; replicated, no routing.
         communicator: carries the rows. Not part of the module's state, and left open when the module dies.
+        mode: "throughput" or "low_latency".
 
     Attributes:
+        mode: of the calls to come.
         gradient_divide_factor: number of ranks, see above.
         last_router_output: `RouterOutput` of the last forward, without gradients; None before the first.
 
@@ -61,8 +69,10 @@ class MoELayer(nn.Module):
         shared_expert: nn.Module | None = None,
         *,
         communicator: Communicator,
+        mode: str = "throughput",
     ) -> None:
         super().__init__()
+        _check_mode(mode)
         for name, have, want in (
             ("router.hidden", router.hidden, communicator.hidden),
             ("router.num_experts", router.num_experts, communicator.num_experts),
@@ -76,6 +86,7 @@ class MoELayer(nn.Module):
         self.experts = experts
         self.shared_expert = shared_expert
         self.communicator = communicator
+        self.mode = mode
         self.gradient_divide_factor = communicator.num_ranks
         self.last_router_output: RouterOutput | None = None
         self._aux_loss: Tensor | None = None
@@ -92,7 +103,8 @@ class MoELayer(nn.Module):
             The shape of `x`; its dtype, or autocast's.
 
         Raises:
-            ValueError: the last dim of `x` is not H, or the mask has another shape or dtype.
+            ValueError: the last dim of `x` is not H, the mask has another shape or dtype, or there are more than
+                `max_tokens_per_rank` tokens in low-latency mode.
         """
         routing = self.router(x, padding_mask)
         self._remember(routing)
@@ -115,7 +127,7 @@ class MoELayer(nn.Module):
     def _exchange(self, rows: Tensor, routing: RouterOutput) -> tuple[Tensor, Tensor | None]:
         """The routed experts' sum and the shared expert's output."""
         communicator = self.communicator
-        received = communicator.dispatch(rows, routing.topk_idx)
+        received = communicator.dispatch(rows, routing.topk_idx, mode=self.mode, layout="expert_major")
         assert received.offsets is not None
         if torch.compiler.is_compiling():
             y = self.experts(received.x, received.offsets)
@@ -136,6 +148,23 @@ class MoELayer(nn.Module):
         is_recomputation = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         loss = routing.balance_loss + routing.z_loss
         self._aux_loss = loss if loss.requires_grad and not is_recomputation else None
+
+
+def set_mode(module: nn.Module, mode: str) -> None:
+    """Sets the mode of every MoE layer within `module`: "throughput" or "low_latency". Not collective by itself.
+
+    Raises:
+        ValueError: another mode.
+    """
+    _check_mode(mode)
+    for layer in module.modules():
+        if isinstance(layer, MoELayer):
+            layer.mode = mode
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in _MODES:
+        raise ValueError(f"mode must be one of {list(_MODES)}, got {mode!r}")
 
 
 def take_aux_loss(module: nn.Module) -> Tensor:

@@ -6,8 +6,9 @@ offsets[e-1] .. offsets[e]. For each expert
     hidden = x @ gate_up_proj[e].T           [n, 2I]: I columns of gate, then I of up
     y      = (silu(gate) * up) @ down_proj[e].T
 
-Rows beyond offsets[-1], if any, belong to nobody: their outputs and gradients are zero. Experts without rows get weight
-gradients that are zero tensors. A row of zeros gives a row of zeros and adds nothing to any gradient.
+Rows beyond offsets[-1], if any, belong to nobody: no product touches them, their gradients are zero, and so are their
+outputs where the caller asks for it. Experts without rows get weight gradients that are zero tensors. A row of zeros
+gives a row of zeros and adds nothing to any gradient.
 """
 
 from __future__ import annotations
@@ -29,15 +30,29 @@ def fill_outputs(
     y: Tensor,
     hidden: Tensor | None,
     arithmetic: str,
+    clears_tail: bool = True,
+    row_by_row: bool = False,
 ) -> None:
-    """Fills `y` `[N, H]`, and `hidden` `[N, 2I]` unless None."""
+    """Fills `y` `[N, H]`, and `hidden` `[N, 2I]` unless None.
+
+    Arguments:
+        clears_tail: make the rows of `y` beyond offsets[-1] zero; otherwise they are left as they are.
+        row_by_row: multiply each row by itself, so that its bits do not depend on which rows stand beside it.
+    """
     num_intermediate = down_proj.shape[2]
     multiplier = Multiplier(compute_dtype(x, gate_up_proj, arithmetic))
     bounds = _bounds(offsets, x.shape[0])
-    for expert, (begin, end) in enumerate(bounds):
+    pieces = list(enumerate(bounds))
+    if row_by_row:
+        pieces = [(expert, (row, row + 1)) for expert, (begin, end) in pieces for row in range(begin, end)]
+    for expert, (begin, end) in pieces:
         if begin == end:
             continue
-        rows = multiplier.convert(x[begin:end], "rows")
+        if row_by_row:
+            # Products may add in another order where a row is aligned otherwise, so each is copied to the same place.
+            rows = multiplier.scratch("rows", 1, x.shape[1], like=x).copy_(x[begin:end])
+        else:
+            rows = multiplier.convert(x[begin:end], "rows")
         if hidden is not None and hidden.dtype == multiplier.dtype:
             gate_up = hidden[begin:end]
         else:
@@ -48,8 +63,14 @@ def fill_outputs(
         activation = multiplier.scratch("activation", end - begin, num_intermediate, like=x)
         torch.ops.aten.silu.out(gate_up[:, :num_intermediate], out=activation)
         activation.mul_(gate_up[:, num_intermediate:])
-        multiplier.rows_times_weight(activation, down_proj[expert].t(), y[begin:end])
-    _clear_tail(y, bounds)
+        if row_by_row:
+            output = multiplier.scratch("output", 1, y.shape[1], like=y)
+            multiplier.rows_times_weight(activation, down_proj[expert].t(), output)
+            y[begin:end].copy_(output)
+        else:
+            multiplier.rows_times_weight(activation, down_proj[expert].t(), y[begin:end])
+    if clears_tail:
+        _clear_tail(y, bounds)
 
 
 def fill_gradients(
