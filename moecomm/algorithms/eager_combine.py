@@ -76,7 +76,6 @@ class EagerCombine:
             missing = missing or (plane.numel() * plane.element_size() if keeper is None else 0)
             offsets.append(offset)
             kept.append(keeper)
-        self.windows.kept[self.windows.index(call.sequence)] = kept
         card = Card(
             call.sequence,
             call.operation,
@@ -87,6 +86,7 @@ class EagerCombine:
             refused=missing > 0,
         )
         exchange.sequencer.send_card(card, call, with_counts=False)
+        self.windows.kept[self.windows.index(call.sequence)] = kept
 
     def _share(self, plane: torch.Tensor) -> tuple[int, object | None]:
         """Where peers can read the plane, and what keeps it there; (0, None) if there is no space for it."""

@@ -65,6 +65,7 @@ class EagerDispatch:
     def _send(self) -> None:
         exchange, call = self.exchange, self.call
         (rows,) = self.row_format.encode(self.x)
+        exchange.sequencer.await_readers(call)
         self.ids, fingerprint = self.kernels.send_eager(
             rows,
             self.routing.topk_idx,

@@ -59,7 +59,7 @@ class Sequencer:
         self._quarantine: deque[tuple[int, Any]] = deque()
 
     def begin(self, call: Call) -> None:
-        """Numbers a call and runs its first phase.
+        """Numbers a call and runs its first phase, which waits for nobody, except after a failure.
 
         Raises:
             TooManyInFlight: if `max_in_flight` calls are outstanding.
@@ -77,6 +77,7 @@ class Sequencer:
 
     def refuse(self, operation: Operation, error: Exception) -> None:
         """Counts a call that this rank's arguments do not allow, and tells the peers, who would wait for it."""
+        self.make_room()
         call = Call(operation, None)
         self._number(call)
         self._give_up(call, error)
@@ -146,7 +147,7 @@ class Sequencer:
         phase = call.next_phase
         try:
             if phase.lane is not None:
-                self._await(call, phase.lane)
+                self._await(call, phase.lane, call.sequence + 1)
             phase.run()
         except Exception as error:
             call.fail(error)
@@ -197,8 +198,20 @@ class Sequencer:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
+    def await_readers(self, call: Call) -> None:
+        """Waits until nobody can still be reading what the call overwrites: messages of the call 2k before it.
+
+        Whoever has begun call n - k has finished call n - 2k. That everybody has, this rank knows from finishing call
+        n - k itself; if it gave up on that, it has to look.
+        """
+        begun = call.sequence - self.max_in_flight + 1
+        if not 0 < begun <= self._owed:
+            return
+        self._await(call, LANE_BEGUN, begun)
+
     def send_card(self, card: Card, call: Call, *, with_counts: bool) -> None:
         """Sends the card with which a call begins."""
+        self.await_readers(call)
         self.num_cards_with_counts += with_counts
         self.mailbox.send_card(card, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts=with_counts)
 
@@ -268,19 +281,16 @@ class Sequencer:
     def _is_behind(self, rank: int, lane: int, call: Call) -> bool:
         return self.transport.lane(lane, rank) <= call.sequence
 
-    def _behind(self, call: Call, lane: int) -> list[int]:
-        return [rank for rank in range(self.transport.num_ranks) if self._is_behind(rank, lane, call)]
-
     def _gone(self) -> list[int]:
         return [rank for rank in self.transport.gone() if rank != self.transport.rank]
 
-    def _await(self, call: Call, lane: int) -> None:
+    def _await(self, call: Call, lane: int, at_least: int) -> None:
         """Waits until everybody has come so far; whether somebody gave up is for the phase to ask."""
-        outcome = self.transport.wait(lane, call.sequence + 1, self.timeout)
+        outcome = self.transport.wait(lane, at_least, self.timeout)
         if outcome is WaitOutcome.LOST:
-            raise self._lost(call, [rank for rank in self._gone() if self._is_behind(rank, lane, call)])
+            raise self._lost(call, [rank for rank in self._gone() if self.transport.lane(lane, rank) < at_least])
         if outcome is WaitOutcome.TIMEOUT:
-            raise self._timeout(call, lane)
+            raise self._timeout(call, lane, at_least)
 
     def _lost(self, call: Call, ranks: list[int]) -> PeerLost:
         who = ", ".join(self.transport.describe_peer(rank) for rank in ranks)
@@ -302,12 +312,12 @@ class Sequencer:
             return f"had granted receive memory in #{call.sequence} and was moving rows"
         return f"had begun #{call.sequence}"
 
-    def _timeout(self, call: Call, lane: int) -> PeerTimeout:
-        behind = self._behind(call, lane)
+    def _timeout(self, call: Call, lane: int, at_least: int) -> PeerTimeout:
+        behind = [rank for rank in range(self.transport.num_ranks) if self.transport.lane(lane, rank) < at_least]
         gone = set(self.transport.gone())
         details = "; ".join(
             f"{self.transport.describe_peer(rank)} {call.lacking(lane)}: counter at {self.transport.lane(lane, rank)}, "
-            f"expected {call.sequence + 1}, its process {'has ended' if rank in gone else 'lives'}"
+            f"expected {at_least}, its process {'has ended' if rank in gone else 'lives'}"
             for rank in behind
         )
         return PeerTimeout(
