@@ -128,5 +128,5 @@ class Exchange(Session):
     def close(self) -> None:
         self.sequencer.abandon()
         self.algorithms = {}  # they hold the session, so it would take the garbage collector to let go of the memory
+        # Memory is not cleared: peers may still be reading the rows of a low-latency combine that is finished here.
         self.transport.close()
-        self.memory.trim()
