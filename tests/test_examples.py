@@ -16,11 +16,13 @@ from moecomm.testing import launch
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PRINTED = {
     "activation_checkpointing.py": r"rank 0: recomputed, same gradients",
+    "decode.py": r"rank 0: \d+ tokens, \d+ rows for its experts, \d+ us per step",
     "dispatch_combine.py": r"rank 0: rows for experts \[0, 1\]: \[\d+, \d+\]",
     "overlap_async.py": r"rank 0: overlapped two halves of 512 tokens",
     "ranks_in_one_process.py": r"rank 3: rows per expert \[4\]",
     "save_and_load.py": r"rank 0: 17 tensors, the same outputs on one rank",
     "train_moe_layer.py": r"step 100  loss 0\.\d+",
+    "two_batch_overlap.py": r"rank 0: two micro-batches through 10 layers",
 }
 
 

@@ -2,6 +2,7 @@
 
 run.py -> ranks.py (in each process) -> training.py -> model.py, text.py
        -> checkpoint.py, generation.py (the saved model in one process), pictures.py
+decode.py -> serving.py (in each process) -> requests.py, decoder.py (`moecomm demo --decode`)
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transport", default="auto", help="transport of the communicator")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and the sample")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which training is given up")
+    parser.add_argument(
+        "--decode", action="store_true", help="let the saved model answer requests; trains one shortly if there is none"
+    )
     parser.add_argument("--no-bench", action="store_true", help="leave out the short benchmark at the end")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demo and returns the exit status; 0 = it learned, and every check agreed."""
+    if args.decode:
+        from moecomm.demo.decode import run_decode
+
+        return run_decode(args)
     from moecomm.demo.run import run_demo
 
     return run_demo(args)

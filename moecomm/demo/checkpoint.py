@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,15 +34,21 @@ def load_settings(path: Path) -> Settings:
     return Settings(**torch.load(path, weights_only=True, mmap=True)["settings"])
 
 
-def load_model(path: Path, *, group: Group) -> tuple[LanguageModel, TimedCommunicator]:
+def load_model(
+    path: Path, *, group: Group, max_tokens_per_rank: int | None = None, **changed: Any
+) -> tuple[LanguageModel, TimedCommunicator]:
     """Reads a model written by `save_model`, at any number of ranks. Collective.
+
+    Arguments:
+        max_tokens_per_rank: see `make_communicator`.
+        changed: settings that shall differ from those in the file.
 
     Returns:
         The model, whose experts are those of this rank, and the communicator it runs on, for the caller to close.
     """
     saved = torch.load(path, weights_only=True, mmap=True)
-    settings = Settings(**saved["settings"])
-    communicator = make_communicator(group, settings)
+    settings = Settings(**(saved["settings"] | changed))
+    communicator = make_communicator(group, settings, max_tokens_per_rank=max_tokens_per_rank)
     model = LanguageModel(settings, communicator=communicator, loss_group=group)
     model.load_state_dict(saved["state"])
     return model.eval(), communicator

@@ -18,17 +18,21 @@ from moecomm.demo.text import NUM_SYMBOLS
 from moecomm.groups import Group
 from moecomm.nn import GroupedExperts, MoELayer, TopKRouter
 
-__all__ = ["LanguageModel", "make_communicator"]
+__all__ = ["LanguageModel", "make_communicator", "rotate"]
 
 
-def make_communicator(group: Group, settings: Settings) -> TimedCommunicator:
-    """The one communicator that all layers share, and that is to be closed when they are done."""
+def make_communicator(group: Group, settings: Settings, *, max_tokens_per_rank: int | None = None) -> TimedCommunicator:
+    """The one communicator that all layers share, and that is to be closed when they are done.
+
+    Arguments:
+        max_tokens_per_rank: tokens of a low-latency call; None = a rank's share of a training batch.
+    """
     communicator = Communicator(
         group,
         num_experts=settings.experts,
         hidden=settings.hidden,
         num_topk=settings.topk,
-        max_tokens_per_rank=settings.window * -(-settings.batch // group.size),
+        max_tokens_per_rank=max_tokens_per_rank or settings.window * -(-settings.batch // group.size),
         transport=settings.transport,
     )
     return TimedCommunicator(communicator)
@@ -47,7 +51,8 @@ class Attention(nn.Module):
         num_windows, length, hidden = x.shape
         qkv = self.qkv(x).view(num_windows, length, 3, self.num_heads, hidden // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(_rotate(query), _rotate(key), value, is_causal=True)
+        positions = torch.arange(length, device=x.device)
+        mixed = F.scaled_dot_product_attention(rotate(query, positions), rotate(key, positions), value, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(num_windows, length, hidden))
         return out
 
@@ -125,12 +130,16 @@ class LanguageModel(nn.Module):
         return torch.stack([output.num_tokens_per_expert for output in outputs if output is not None])
 
 
-def _rotate(x: Tensor) -> Tensor:
-    """Rotary position embedding of `[B, heads, S, D]`: pairs (d, d + D/2) turn with the position."""
-    length, dim = x.shape[-2:]
-    half = dim // 2
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary position embedding: pairs (d, d + D/2) turn with the position.
+
+    Arguments:
+        x: `[..., D]`, D even.
+        positions: integers, as many dims as `x` without the last or fewer; the position of each vector.
+    """
+    half = x.shape[-1] // 2
     frequencies = 10000.0 ** (-torch.arange(half, device=x.device) / half)
-    angles = torch.outer(torch.arange(length, device=x.device), frequencies)
+    angles = positions.unsqueeze(-1) * frequencies
     first, second = x[..., :half], x[..., half:]
     cosine, sine = angles.cos(), angles.sin()
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)

@@ -24,7 +24,7 @@ from moecomm.demo.training import Course, evaluate
 from moecomm.groups import SoloGroup
 from moecomm.testing import launch
 
-__all__ = ["run_demo"]
+__all__ = ["run_demo", "settings_of", "train_with_progress"]
 
 # Sums over ranks are added in another order than in one process: fp32 rounding, which training then amplifies.
 REPLAY_TOLERANCE = 1e-5
@@ -47,14 +47,14 @@ def run_demo(args: argparse.Namespace) -> int:
     """
     begin = time.perf_counter()
     console = Console()
-    settings = _settings(args)
+    settings = settings_of(args)
     output = Path(args.output)
     output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(_num_threads(settings))
     text = load_text()
     limits = baselines(text)
     _introduce(console, settings, text, limits)
-    courses, transport = _train(console, settings, output, timeout=args.timeout)
+    courses, transport = train_with_progress(console, settings, output, timeout=args.timeout)
     _report_training(console, settings, courses, transport, limits)
     is_right = _replay(console, settings, courses[0])
     is_right &= _use_saved_model(console, settings, text, output / "model.pt", courses[0])
@@ -68,7 +68,8 @@ def run_demo(args: argparse.Namespace) -> int:
     return 0 if is_right and has_learned else 1
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings that the command line asks for."""
     settings = Settings(ranks=args.ranks, transport=args.transport, seed=args.seed)
     if args.short:
         settings = dataclasses.replace(settings, steps=90, layers=2, warmup=20, replay_steps=4, evaluations=3)
@@ -95,8 +96,14 @@ def _introduce(console: Console, settings: Settings, text: Text, limits: dict[st
     )  # fmt: skip
 
 
-def _train(console: Console, settings: Settings, output: Path, *, timeout: float) -> tuple[list[Course], str]:
-    """Runs the ranks in processes while this one shows their progress."""
+def train_with_progress(
+    console: Console, settings: Settings, output: Path, *, timeout: float
+) -> tuple[list[Course], str]:
+    """Runs the ranks in processes while this one shows their progress; the model is then in `output`.
+
+    Returns:
+        The course of each rank, and the name of the transport.
+    """
     progress = output / "progress.txt"
     progress.unlink(missing_ok=True)
     outcome: dict[str, Any] = {}

@@ -1,0 +1,175 @@
+"""`moecomm demo --decode`: the saved model answers requests on several ranks, and once more in one process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from pathlib import Path
+
+import torch
+
+from moecomm.bench.statistics import summarise
+from moecomm.cli.console import Column, Console
+from moecomm.demo.checkpoint import load_settings
+from moecomm.demo.requests import Answer, Request, make_requests
+from moecomm.demo.run import settings_of, train_with_progress
+from moecomm.demo.serving import Plan, Service, serve
+from moecomm.groups import SoloGroup
+from moecomm.testing import launch
+
+__all__ = ["run_decode"]
+
+_SLOTS = 4
+_SHORT_STEPS = 60
+_CHART_COLUMNS = 64
+_SHOWN = 3
+
+
+def run_decode(args: argparse.Namespace) -> int:
+    """Decodes with a saved model, which is trained shortly first if there is none.
+
+    Arguments:
+        args: as `add_arguments` defines them.
+
+    Returns:
+        Exit status: 0, or 1 if any answer differs between several ranks and one process.
+
+    Raises:
+        RankFailure, DeadlineExceeded: a rank failed, or took longer than `args.timeout`.
+    """
+    begin = time.perf_counter()
+    console = Console()
+    console.heading("moecomm demo --decode: requests come and go while experts are spread over processes")
+    path = Path(args.output) / "model.pt"
+    if not path.exists():
+        _train_shortly(console, args, path)
+    requests = make_requests(12 if args.short else 32, longest=48 if args.short else 96, seed=args.seed)
+    settings = load_settings(path)
+    console.pairs(
+        [
+            ("model", f"{path}: {settings.layers} layers, hidden {settings.hidden}, {settings.experts} experts per "
+                      f"layer, top-{settings.topk}, trained for {settings.steps} steps"),
+            ("requests", f"{len(requests)}, prompts of {_span([len(r.prompt) for r in requests])} bytes, to be "
+                         f"continued by {_span([r.num_bytes for r in requests])} at most; one joins every few steps"),
+            ("batch", f"{_SLOTS} slots per rank; an empty slot is a token whose routes are -1"),
+        ]
+    )  # fmt: skip
+    plan = Plan(path, requests, _SLOTS, transport=args.transport)
+    ways = [(args.ranks, "low_latency"), (args.ranks, "throughput"), (1, "low_latency")]
+    services = [_serve(dataclasses.replace(plan, mode=mode), ranks, timeout=args.timeout) for ranks, mode in ways]
+    _report_speed(console, ways, services)
+    _report_load(console, services[0])
+    _show(console, services[0])
+    is_same = _compare(console, requests, services)
+    console.line()
+    console.line(f"done in {time.perf_counter() - begin:.0f} s", style="bold")
+    return 0 if is_same else 1
+
+
+def _train_shortly(console: Console, args: argparse.Namespace, path: Path) -> None:
+    settings = dataclasses.replace(settings_of(args), layers=2, warmup=20, evaluations=1)
+    if args.steps is None:
+        settings = dataclasses.replace(settings, steps=_SHORT_STEPS if args.short else 2 * _SHORT_STEPS)
+    console.line(
+        f"  no model in {path.parent}/ yet: training one for {settings.steps} steps (moecomm demo trains longer)"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    courses, _ = train_with_progress(console, settings, path.parent, timeout=args.timeout)
+    console.pairs([("held out", f"{courses[0].held_out[-1][1]:.3f} nats per byte")])
+
+
+def _serve(plan: Plan, ranks: int, *, timeout: float) -> list[Service]:
+    """By rank what it did; one rank runs in this process."""
+    if ranks > 1:
+        return launch(serve, ranks, plan, backend="processes", timeout=timeout)
+    num_threads = torch.get_num_threads()
+    try:
+        return [serve(SoloGroup(), plan)]
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _report_speed(console: Console, ways: list[tuple[int, str]], services: list[list[Service]]) -> None:
+    rows = []
+    for (ranks, mode), parts in zip(ways, services, strict=True):
+        steps = summarise([part.nanoseconds for part in parts])
+        seconds = max(part.seconds for part in parts)
+        num_bytes = sum(len(answer.text) for part in parts for answer in part.answers)
+        share = max(part.exchange_seconds for part in parts) / seconds
+        rows.append(
+            [
+                f"{ranks} ranks" if ranks > 1 else "1 process",
+                mode,
+                parts[0].transport,
+                f"{num_bytes / seconds:,.0f}",
+                str(steps.iterations),
+                f"{steps.median_us / 1e3:.2f} ms",
+                f"{steps.p99_us / 1e3:.2f} ms",
+                f"{100 * share:.0f} %",
+            ]
+        )
+    left = {"on", "mode", "over"}
+    names = ("on", "mode", "over", "tokens/s", "steps", "step p50", "step p99", "in exchange")
+    console.table(
+        [Column(name, "left" if name in left else "right", "bold" if name == "tokens/s" else "") for name in names],
+        rows,
+        title="Decoding: generated bytes per second; slowest rank's time per step",
+    )
+
+
+def _report_load(console: Console, parts: list[Service]) -> None:
+    """Slots in use over the steps, as one digit per few steps."""
+    num_steps = len(parts[0].num_tokens)
+    width = -(-num_steps // _CHART_COLUMNS)
+    lines = []
+    for rank, part in enumerate(parts):
+        groups = [part.num_tokens[first : first + width] for first in range(0, num_steps, width)]
+        chart = "".join(f"{sum(group) / len(group):.0f}" for group in groups)
+        lines.append((f"rank {rank}", f"{chart}  {part.num_tokens.count(0)} steps without tokens"))
+    console.line()
+    console.line(f"  tokens of each rank, every digit the mean of {width} steps:")
+    console.pairs(lines)
+
+
+def _show(console: Console, parts: list[Service]) -> None:
+    console.line()
+    answers = sorted((answer for part in parts for answer in part.answers), key=_number)
+    for answer in answers[:: max(1, len(answers) // _SHOWN)][:_SHOWN]:
+        prompt, text = answer.request.prompt.decode(), answer.text.decode(errors="replace")
+        console.line(f"  request {_number(answer)}, steps {answer.begin} to {answer.end}:")
+        for line in (prompt + text).strip().split("\n"):
+            console.line(f"    {line}", style="italic")
+
+
+def _compare(console: Console, requests: list[Request], services: list[list[Service]]) -> bool:
+    """Are all answers the same bytes, and do they come from the same logits, however they were computed?"""
+    texts, digests = [], []
+    for parts in services:
+        texts.append({_number(answer): bytes(answer.text) for part in parts for answer in part.answers})
+        digests.append({number: digest for part in parts for number, digest in part.digests.items()})
+    differing = [
+        request.number
+        for request in requests
+        if any(text.get(request.number, b"") != texts[-1].get(request.number) for text in texts)
+    ]
+    other_logits = [r.number for r in requests if len({digest.get(r.number) for digest in digests}) > 1]
+    console.line()
+    if differing or other_logits:
+        console.error(f"requests {differing} have other texts in one process, {other_logits} other logits")
+        return False
+    num_bytes = sum(map(len, texts[0].values()))
+    console.line(
+        f"  all {len(requests)} answers ({num_bytes} bytes) equal those of one process byte for byte, "
+        "and the logits behind them bit for bit",
+        style="green",
+    )
+    return True
+
+
+def _number(answer: Answer) -> int:
+    return answer.request.number
+
+
+def _span(values: list[int]) -> str:
+    return f"{min(values)} to {max(values)}"
