@@ -221,11 +221,12 @@ class Communicator:
             return functional.dispatch(
                 self._exchanger, x, topk_idx, topk_weights, mode, layout, expert_alignment, handle
             )
-        recording = is_recording(x, topk_weights)
         call = self._exchanger.begin_dispatch(
-            *(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle), make_room=True, recording=recording
+            *(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle),
+            make_room=True,
+            recording=is_recording(x, topk_weights),
         )
-        return self._received(call, x, topk_weights, recording)
+        return self._received(call, x, topk_weights)
 
     def dispatch_async(
         self,
@@ -249,11 +250,11 @@ class Communicator:
             return Work.done_with(
                 functional.dispatch(self._exchanger, x, topk_idx, topk_weights, mode, layout, expert_alignment, handle)
             )
-        recording = is_recording(x, topk_weights)
         call = self._exchanger.begin_dispatch(
-            *(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle), recording=recording
+            *(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle),
+            recording=is_recording(x, topk_weights),
         )
-        return Work(self._exchanger.session, call, lambda: self._received(call, x, topk_weights, recording))
+        return Work(self._exchanger.session, call, lambda: self._received(call, x, topk_weights))
 
     def combine(self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None) -> torch.Tensor:
         """Brings the experts' rows home and sums them per token. Collective; differentiable in both tensors.
@@ -281,7 +282,7 @@ class Communicator:
             return functional.combine(y, handle, topk_weights)
         recording = is_recording(y, topk_weights)
         call = self._exchanger.begin_combine(y, handle, topk_weights, make_room=True, recording=recording)
-        return self._combined(call, y, handle, topk_weights, recording)
+        return self._combined(call, y, handle, topk_weights)
 
     def combine_async(
         self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None
@@ -297,7 +298,7 @@ class Communicator:
             return Work.done_with(functional.combine(y, handle, topk_weights))
         recording = is_recording(y, topk_weights)
         call = self._exchanger.begin_combine(y, handle, topk_weights, recording=recording)
-        return Work(self._exchanger.session, call, lambda: self._combined(call, y, handle, topk_weights, recording))
+        return Work(self._exchanger.session, call, lambda: self._combined(call, y, handle, topk_weights))
 
     def combine_buffer(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the experts' outputs that peers can read where it is, so that `combine` copies nothing.
@@ -347,20 +348,18 @@ class Communicator:
 
     # -- what a call gives -------------------------------------------------------------------------------------------
 
-    def _received(self, call: Call, x: torch.Tensor, topk_weights: torch.Tensor | None, recording: bool) -> Received:
+    def _received(self, call: Call, x: torch.Tensor, topk_weights: torch.Tensor | None) -> Received:
         arrival: Arrival = self._exchanger.finish(call)
         handle = self._exchanger.handle(arrival)
         rows, weights = arrival.x, arrival.topk_weights
-        if recording:
-            self._exchanger.remember(handle.stamp)
+        if call.recorded:
+            self._exchanger.remember(handle)
             rows, weights = record_dispatch(x, topk_weights, rows, weights, handle)
         return received_of(rows, weights, arrival.topk_idx, arrival.num_tokens_per_expert, arrival.offsets, handle)
 
-    def _combined(
-        self, call: Call, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None, recording: bool
-    ) -> torch.Tensor:
+    def _combined(self, call: Call, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None) -> torch.Tensor:
         returned: Returned = self._exchanger.finish(call)
-        if not recording:
+        if not call.recorded:
             return returned.x
         sums, _ = record_combine(y, topk_weights, None, returned.x, None, handle)
         return sums

@@ -114,13 +114,13 @@ class Exchanger:
                 algorithm = self.session.algorithms[mode]
                 algorithm.check_size(x.shape[0])
                 capacity = algorithm.capacity(layout, expert_alignment)
-                routing = Routing(topk_idx, layout, expert_alignment, capacity=capacity)
+                routing = Routing(topk_idx, layout, expert_alignment, capacity=capacity, recording=recording)
                 if recording and is_recomputing():
                     self._check_recompute(topk_idx)
             else:
                 if topk_idx is not None:
                     raise ValueError("topk_idx must be None when a handle is given: the handle holds the routing")
-                routing = self._known(handle, x, topk_weights, self._hidden)
+                routing = self._known(handle, x, topk_weights, self._hidden, recording)
                 mode = handle.mode
             row_format = self._codec.row_format(self._hidden, x.dtype)
             x, weights = _readable(x), _kept(topk_weights, x.dtype)
@@ -137,7 +137,9 @@ class Exchanger:
         else:
             self.session.check_room(operation)
 
-    def _known(self, handle: Handle, x: torch.Tensor, topk_weights: torch.Tensor | None, hidden: int) -> Routing:
+    def _known(
+        self, handle: Handle, x: torch.Tensor, topk_weights: torch.Tensor | None, hidden: int, recording: bool
+    ) -> Routing:
         """The routing of a handle, checked against what is to go that way."""
         check_handle(handle, self.id)
         check_dispatch(
@@ -148,7 +150,7 @@ class Exchanger:
             max_topk=self._max_topk,
             num_tokens=handle.num_tokens,
         )
-        return _routing(handle)
+        return _routing(handle, recording)
 
     def begin_combine(
         self,
@@ -179,7 +181,7 @@ class Exchanger:
             self.session.refuse(Operation.COMBINE, error)
             raise
         return self.session.algorithms[handle.mode].begin_combine(
-            y, _routing(handle), row_format, topk_weights=topk_weights, values=values
+            y, _routing(handle, recording), row_format, topk_weights=topk_weights, values=values
         )
 
     def _width(self, rows: torch.Tensor, values: torch.Tensor | None) -> int:
@@ -207,7 +209,7 @@ class Exchanger:
         self._admit(Operation.CACHED_DISPATCH, make_room=True)
         try:
             hidden = self._width(x, topk_weights)
-            routing = self._known(handle, x, topk_weights, hidden)
+            routing = self._known(handle, x, topk_weights, hidden, recording=False)
             row_format = self._codec.row_format(hidden, x.dtype)
             x, weights = _readable(x), _kept(topk_weights, x.dtype)
         except Exception as error:
@@ -251,9 +253,9 @@ class Exchanger:
 
     # -- recompute under activation checkpointing --------------------------------------------------------------------
 
-    def remember(self, stamp: torch.Tensor) -> None:
+    def remember(self, handle: Handle) -> None:
         """Notes the routing of a dispatch that a recompute may repeat."""
-        self._log.add(stamp.tolist()[1])
+        self._log.add(handle.stamp.tolist()[1])
 
     def _check_recompute(self, topk_idx: torch.Tensor) -> None:
         """Raises RoutingChanged if no forward has routed like this."""
@@ -312,7 +314,7 @@ class Exchanger:
             )
 
 
-def _routing(handle: Handle) -> Routing:
+def _routing(handle: Handle, recording: bool) -> Routing:
     return Routing(
         handle.topk_idx,
         handle.layout,
@@ -322,6 +324,7 @@ def _routing(handle: Handle) -> Routing:
         handle.stamp,
         handle.capacity,
         handle.origin,
+        recording,
     )
 
 

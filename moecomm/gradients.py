@@ -5,9 +5,9 @@
     combine             dispatch with the same handle
     combine, weighted   dispatch of gradients and weights, products with the experts' outputs, those of weights home
 
-An exchange is made first and recorded afterwards: `record_dispatch` and `record_combine` make what it gave a function
-of what it got. Every rank takes part in a backward whatever it needs itself, since the others would wait for it.
-Adjoints are exchanges like any other, so they can be differentiated again.
+An exchange is made first and recorded afterwards, on every rank if on any: `record_dispatch` and `record_combine` make
+what it gave a function of what it got. Every rank then takes part in the backward whatever it needs itself, since the
+others would wait for it. Adjoints are exchanges like any other, so they can be differentiated again.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def record_dispatch(
     x: Tensor, topk_weights: Tensor | None, rows: Tensor, weights: Tensor | None, handle: Handle
 ) -> tuple[Tensor, Tensor | None]:
     """Makes the rows and weights that a dispatch brought functions of those sent."""
+    anchor = _anchor(x, topk_weights)
     recorded: tuple[Tensor, Tensor | None]
-    recorded = _Dispatch.apply(x, topk_weights, (rows, weights), handle)  # type: ignore[no-untyped-call]
+    recorded = _Dispatch.apply(x, topk_weights, anchor, (rows, weights), handle)  # type: ignore[no-untyped-call]
     return recorded
 
 
@@ -65,9 +66,15 @@ def record_combine(
     y: Tensor, topk_weights: Tensor | None, values: Tensor | None, sums: Tensor, home: Tensor | None, handle: Handle
 ) -> tuple[Tensor, Tensor | None]:
     """Makes the sums and values that a combine brought home functions of the rows, weights and values it got."""
+    anchor = _anchor(y, topk_weights, values)
     recorded: tuple[Tensor, Tensor | None]
-    recorded = _Combine.apply(y, topk_weights, values, (sums, home), handle)  # type: ignore[no-untyped-call]
+    recorded = _Combine.apply(y, topk_weights, values, anchor, (sums, home), handle)  # type: ignore[no-untyped-call]
     return recorded
+
+
+def _anchor(*inputs: Tensor | None) -> Tensor | None:
+    """A tensor whose gradient nobody wants, for a rank that has no input with a gradient but peers that have."""
+    return None if is_recording(*inputs) else torch.empty(0, requires_grad=True)
 
 
 # The results are handed to `forward` in a tuple, where autograd does not take them for inputs. `ctx.handle` is that of
@@ -76,7 +83,9 @@ def record_combine(
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, topk_weights: Tensor | None, arrived: Any, handle: Handle) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, topk_weights: Tensor | None, anchor: Tensor | None, arrived: Any, handle: Handle
+    ) -> Any:
         ctx.handle = handle
         ctx.is_weighted = topk_weights is not None
         ctx.is_summable = x.dtype in SUMMABLE
@@ -93,13 +102,19 @@ class _Dispatch(torch.autograd.Function):
             assert values is not None
             grad_rows = values.new_empty((ctx.handle.num_rows, 0))  # rows of bytes have no gradients
         grad_x, home = _combine(grad_rows, values, ctx.handle)
-        return grad_x if ctx.is_summable else None, home, None, None
+        return grad_x if ctx.is_summable else None, home, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, topk_weights: Tensor | None, values: Tensor | None, returned: Any, handle: Handle
+        ctx: Any,
+        y: Tensor,
+        topk_weights: Tensor | None,
+        values: Tensor | None,
+        anchor: Tensor | None,
+        returned: Any,
+        handle: Handle,
     ) -> Any:
         ctx.handle = handle
         ctx.is_valued = values is not None
@@ -112,9 +127,9 @@ class _Combine(torch.autograd.Function):
         saved = _recall(ctx, Operation.CACHED_DISPATCH)
         if saved:
             y, topk_weights = saved
-            return *_weighted_adjoint(grad, y, topk_weights, ctx.handle), None, None, None
+            return *_weighted_adjoint(grad, y, topk_weights, ctx.handle), None, None, None, None
         grad_y, grad_values = _dispatch(grad, grad_home if ctx.is_valued else None, ctx.handle)
-        return grad_y, None, grad_values, None, None
+        return grad_y, None, grad_values, None, None, None
 
 
 def _recall(ctx: Any, operation: Operation) -> tuple[Tensor, ...]:

@@ -58,6 +58,8 @@ class Call:
         self.result: Any = None
         self.error: Exception | None = None
         self.settled = False
+        self.recorded = False
+        """Autograd records the call on some rank."""
         self.is_agreed_failure = False
         """The failure follows from what all ranks know: all raise the same error, whoever finds it first."""
         self.blocks: list[Any] = []

@@ -176,7 +176,9 @@ class Collective(Session):
 
     def _agree(self, call: Call, counts: np.ndarray[Any, Any], need: int) -> np.ndarray[Any, Any]:
         """Compares the call with everybody's; gives `[R, E + R]` int32 counts."""
-        card = np.array((call.sequence, call.operation, *call.words, need), dtype=np.int64)
+        assert call.signature is not None
+        recording = call.signature.recording
+        card = np.array((call.sequence, call.operation, *call.words, need, recording), dtype=np.int64)
         card = np.pad(card, (0, _CARD_WORDS - card.size))
         everybody = self._gather_cards(card, counts, None)
         for rank, message in enumerate(everybody):
@@ -185,6 +187,7 @@ class Collective(Session):
                 reason = f"{call.title}: rank {rank} gave up: {text}"
                 raise PeerFailed(reason, operation=call.title, peers=(rank,))
             theirs = message[: _CARD_WORDS * 8].view(np.int64)
+            call.recorded |= bool(theirs[11])
             if (theirs[:10] != card[:10]).any():
                 raise CallMismatch(
                     f"call #{call.sequence} differs between ranks: rank {self._group.rank} calls "

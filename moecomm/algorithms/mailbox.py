@@ -27,9 +27,9 @@ __all__ = ["MAX_PLANES", "Card", "Grant", "Mailbox", "Notice"]
 MAX_PLANES = 4
 _LINE = 64
 
-# Call number, operation, 8 words of signature; offsets of the planes, need, limit, refused.
+# Call number, operation, 8 words of signature; offsets of the planes, need, limit, refused, recording.
 _AGREED = struct.Struct("10q")
-_CARD = struct.Struct("10q4q3q")
+_CARD = struct.Struct("10q4q4q")
 _GRANT = struct.Struct("5q")
 _NOTICE = struct.Struct("3q1000s")
 _NOTICE_TEXT_BYTES = 1000
@@ -48,6 +48,7 @@ class Card(NamedTuple):
         need: bytes of receive memory it needs; 0 = none.
         limit: bytes it may have alive.
         refused: the memory was not there.
+        recording: autograd records the call there.
     """
 
     sequence: int
@@ -57,6 +58,7 @@ class Card(NamedTuple):
     need: int = 0
     limit: int = 0
     refused: bool = False
+    recording: bool = False
 
 
 class Grant(NamedTuple):
@@ -125,10 +127,10 @@ class Mailbox:
         offset = self._offset(kind, sequence, self._transport.rank)
         self._transport.post(self._region, offset, self._out_addresses[kind], nbytes, lane, advance)
 
-    def send_card(self, card: Card, lane: int, advance: int, *, with_counts: bool) -> None:
+    def send_card(self, card: Card, lane: int, advance: int, *, with_counts: bool, recording: bool) -> None:
         """Sends a card to every rank and adds `advance` to its counter `lane`."""
         planes = card.offsets + (-1,) * (MAX_PLANES - len(card.offsets))
-        _CARD.pack_into(self._outgoing[0], 0, *card[:2], *card.signature, *planes, card.need, card.limit, card.refused)
+        _CARD.pack_into(self._outgoing[0], 0, *card[:2], *card.signature, *planes, *card[4:7], recording)
         self._post(0, card.sequence, self._sizes[0] if with_counts else _CARD.size, lane, advance)
 
     def cards(self, sequence: int) -> list[Card]:
@@ -136,7 +138,8 @@ class Mailbox:
         cards = []
         for source in self._ranks:
             words = _CARD.unpack_from(self._view, self._offset(0, sequence, source))
-            cards.append(Card(words[0], words[1], words[2:10], words[10:14], words[14], words[15], bool(words[16])))
+            flags = (bool(words[16]), bool(words[17]))
+            cards.append(Card(words[0], words[1], words[2:10], words[10:14], words[14], words[15], *flags))
         return cards
 
     def all_agree(self, sequence: int) -> bool:

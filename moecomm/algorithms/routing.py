@@ -23,6 +23,7 @@ class Routing(NamedTuple):
         capacity: 0 = as many rows as arrive; else the shape is fixed: rows per expert (slab), rows in all
             (expert_major).
         origin: number of the dispatch, where it is known without reading a tensor; else None.
+        recording: autograd records the call here. Ranks need not agree.
     """
 
     topk_idx: torch.Tensor
@@ -33,3 +34,4 @@ class Routing(NamedTuple):
     stamp: torch.Tensor | None = None
     capacity: int = 0
     origin: int | None = None
+    recording: bool = False

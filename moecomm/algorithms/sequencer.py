@@ -213,7 +213,9 @@ class Sequencer:
         """Sends the card with which a call begins."""
         self.await_readers(call)
         self.num_cards_with_counts += with_counts
-        self.mailbox.send_card(card, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts=with_counts)
+        assert call.signature is not None
+        advance, recording = self.advance(LANE_BEGUN, call), call.signature.recording
+        self.mailbox.send_card(card, LANE_BEGUN, advance, with_counts=with_counts, recording=recording)
 
     def cards(self, call: Call) -> list[Card]:
         """Everybody's cards, by rank; they all show the same call.
@@ -227,6 +229,7 @@ class Sequencer:
         # After reading: whoever has given up may have sent something else since.
         self.check_notices(call)
         if agree:
+            call.recorded = any(card.recording for card in cards)
             return cards
         me = self.transport.rank
         mine = cards[me]

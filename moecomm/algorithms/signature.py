@@ -48,6 +48,7 @@ class Signature(NamedTuple):
         num_topk: K.
         weights: 1 if a weight travels with each row, else 0.
         origin: number of the dispatch that made the handle; -1 = none.
+        recording: autograd records the call here. The one thing that need not agree.
     """
 
     layout: str
@@ -56,6 +57,7 @@ class Signature(NamedTuple):
     num_topk: int
     weights: int
     origin: int
+    recording: bool
 
     def words(self) -> tuple[int, ...]:
         """The 8 integers that are sent."""
@@ -100,6 +102,7 @@ def signature_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | 
         num_topk=routing.topk_idx.shape[1],
         weights=int(extra is not None),
         origin=_origin(routing),
+        recording=routing.recording,
     )
 
 
