@@ -90,8 +90,9 @@ class BenchConfig:
         mode: of our dispatch; one of `MODES`.
         transport, codec: of our communicator.
         routing: how experts are chosen.
-        backends: who takes part, in the order of the turns: `moecomm`, `gloo`, `mpi`, or `module:Class` of a
-            dispatcher of your own (see `moecomm.bench.dispatchers`).
+        backends: who takes part, in the order of the turns: `moecomm`, `gloo`, `mpi`, `throughput` (moecomm in that
+            mode, to compare its low-latency mode with), or `module:Class` of a dispatcher of your own (see
+            `moecomm.bench.dispatchers`).
         competitors: `framework` = competitors written as frameworks write them; `tuned` = with reused buffers and the
             fastest reduction that torch alone gives.
         check: hold the answers of all backends to the oracle.

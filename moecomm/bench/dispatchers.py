@@ -21,6 +21,7 @@ BUILT_IN = {
     "moecomm": "moecomm.bench.ours:MoecommDispatcher",
     "gloo": "moecomm.bench.gloo:GlooDispatcher",
     "mpi": "moecomm.bench.mpi:MpiDispatcher",
+    "throughput": "moecomm.bench.ours:ThroughputDispatcher",
 }
 
 
@@ -127,7 +128,7 @@ class Dispatcher(abc.ABC):
 
 
 def dispatcher_class(name: str) -> type[Dispatcher]:
-    """Find a dispatcher: `moecomm`, `gloo`, `mpi`, or `module:Class` of your own, built as `Class(setup)`.
+    """Find a dispatcher: `moecomm`, `throughput`, `gloo`, `mpi`, or your own `module:Class`, built as `Class(setup)`.
 
     Raises:
         ValueError: unknown name, or what was found is no `Dispatcher`.

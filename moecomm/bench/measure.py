@@ -3,6 +3,7 @@
     turn:   for each backend, then for the memory bound:   `burst` repetitions
             repetition:   barrier, dispatch and combine of what came    -> times of dispatch and of the pair
                           barrier, combine of an output buffer          -> time of combine
+            low latency: then, as often, a signal around the ranks, and an idle loop as long as a pair
             rank 0 says whether there is another turn
 
 So backends alternate and whatever else the machine does hits all alike. A barrier stands before each timed part and is
@@ -12,6 +13,7 @@ not in it. A repetition of small cases takes microseconds, so a turn then holds 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +27,19 @@ from moecomm.bench.bound import MemoryBound
 from moecomm.bench.check import wrong_in_combine, wrong_in_dispatch
 from moecomm.bench.config import BenchConfig
 from moecomm.bench.dispatchers import Arrived, Dispatcher
+from moecomm.bench.floor import SignalRing, spin
 from moecomm.bench.workload import Workload
 
-__all__ = ["BOUND", "OPS", "CaseTimes", "Measurement"]
+__all__ = ["BOUND", "IDLE", "OPS", "SIGNAL", "CaseTimes", "Measurement"]
 
 OPS = ("dispatch", "combine", "pair")
 # The name under which times of the memory bound are kept.
 BOUND = "bound"
+# The same of one-way signals and of the idle loop; see floor.py.
+SIGNAL = "signal"
+IDLE = "idle"
+# The idle loop lasts as long as the median of so many pairs.
+IDLE_LIKE = 64
 
 # A turn repeats a backend until it has taken about this long, so that small cases run in a steady state.
 TURN_SECONDS = 0.002
@@ -45,7 +53,8 @@ class CaseTimes:
     """What one rank found in one case.
 
     Arguments:
-        nanoseconds: backend -> op -> one time per iteration; the bound under the name `bound`.
+        nanoseconds: backend -> op -> one time per iteration; the bound under the name `bound`, and in
+            low-latency mode signals (op `one_way`) under `signal` and the idle loop (op `pair`) under `idle`.
         wrong: backend -> op -> wrong elements in the checked iterations; empty without check.
         memory: backend -> most bytes of receive memory touched, where known.
     """
@@ -65,6 +74,7 @@ class Measurement:
         dispatchers: who takes part, in the order of the turns, the same on every rank.
         barrier: over all ranks.
         agree: gives rank 0's value to all ranks.
+        ring: measures signals; None where there are none.
         progress: called on every rank with the share of this case's timed part that is done, from 0 to 1, and what is
             being done.
     """
@@ -78,7 +88,9 @@ class Measurement:
         barrier: SpinBarrier,
         agree: Callable[[float], float],
         progress: Callable[[float, str], None],
+        ring: SignalRing | None = None,
     ) -> None:
+        self._ring = ring
         self._config = config
         self._workload = workload
         self._dispatchers = tuple(dispatchers)
@@ -86,6 +98,7 @@ class Measurement:
         self._agree = agree
         self._progress = progress
         self._bound = MemoryBound(workload) if config.bound else None
+        self._num_rows: list[int] = workload.num_tokens_per_expert.tolist()
         self.times = CaseTimes()
 
     def run(self) -> CaseTimes:
@@ -98,6 +111,10 @@ class Measurement:
                 self._check(dispatcher)
         if self._bound is not None:
             self.times.nanoseconds[BOUND] = {"dispatch": [], "combine": []}
+        if self._ring is not None:
+            self.times.nanoseconds[SIGNAL] = {"one_way": []}
+        if self._config.mode == "low_latency":
+            self.times.nanoseconds[IDLE] = {"pair": []}
         self._progress(0.0, "warming up")
         burst = self._warm_up()
         self._measure(burst)
@@ -140,6 +157,7 @@ class Measurement:
                         self._repeat(dispatcher, into)
                 for _ in range(repetitions):
                     self._repeat_bound(self.times.nanoseconds.get(BOUND, {}))
+                self._repeat_floor(repetitions)
                 iterations += repetitions
                 spent = time.monotonic() - started
                 enough = iterations >= (limit if limit is not None else MIN_ITERATIONS)
@@ -165,7 +183,7 @@ class Measurement:
         t2 = clock()
         del result
         y = dispatcher.output_buffer(arrived)
-        y.copy_(arrived.x)
+        self._copy_rows(arrived.x, y)
         self._barrier.wait()
         t3 = clock()
         _result = dispatcher.combine(y, arrived, weights)  # named, so that it is freed outside the timed part
@@ -182,6 +200,29 @@ class Measurement:
             started = time.perf_counter_ns()
             move()
             into[op].append(time.perf_counter_ns() - started)
+
+    def _repeat_floor(self, repetitions: int) -> None:
+        if self._ring is not None:
+            into = self.times.nanoseconds[SIGNAL]["one_way"]
+            for _ in range(repetitions):
+                self._barrier.wait()
+                into.append(self._ring.one_way())
+        idle = self.times.nanoseconds.get(IDLE)
+        if idle is not None:
+            pairs = self.times.nanoseconds[self._dispatchers[0].name]["pair"]
+            period = statistics.median(pairs[-IDLE_LIKE:])
+            for _ in range(repetitions):
+                self._barrier.wait()
+                idle["pair"].append(spin(period))
+
+    def _copy_rows(self, x: Tensor, y: Tensor) -> None:
+        """Copies the rows that arrived; of slabs, which are mostly empty, those alone, as experts would write them."""
+        if x.dim() == 2:
+            y.copy_(x)
+            return
+        for expert, count in enumerate(self._num_rows):
+            if count:
+                y[expert, :count].copy_(x[expert, :count])
 
     def _check(self, dispatcher: Dispatcher) -> None:
         inputs, exact = self._workload.inputs, dispatcher.is_exact

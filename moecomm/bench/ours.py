@@ -11,19 +11,22 @@ from torch import Tensor
 import moecomm
 from moecomm.bench.dispatchers import Arrived, Dispatcher, Setup
 
-__all__ = ["MoecommDispatcher"]
+__all__ = ["MoecommDispatcher", "ThroughputDispatcher"]
 
 
-@final
-class MoecommDispatcher(Dispatcher):
-    """`Communicator.dispatch` in the layout of its mode, `Communicator.combine` with the weights applied at home."""
+class _OurDispatcher(Dispatcher):
+    """`Communicator.dispatch` in the layout of its mode, `Communicator.combine` with the weights applied at home.
 
-    name = "moecomm"
+    Arguments:
+        setup: what it is built from.
+        mode: of the calls.
+    """
+
     is_exact = True
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, mode: str) -> None:
         config = setup.config
-        self._mode = config.mode
+        self._mode = mode
         self._codec = config.codec
         self._dtype = getattr(torch, config.dtype)
         self._communicator = moecomm.Communicator(
@@ -65,3 +68,23 @@ class MoecommDispatcher(Dispatcher):
 
     def close(self) -> None:
         self._communicator.close()
+
+
+@final
+class MoecommDispatcher(_OurDispatcher):
+    """In the mode that is measured."""
+
+    name = "moecomm"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, setup.config.mode)
+
+
+@final
+class ThroughputDispatcher(_OurDispatcher):
+    """In throughput mode, as a competitor of the low-latency mode."""
+
+    name = "throughput"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, "throughput")

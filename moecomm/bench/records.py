@@ -7,6 +7,8 @@ Bytes of a record (its payload):
     pair       the sum of both
 
 of the rank that has most. GB/s = bytes / median time of the slowest rank, 1 GB = 1e9 bytes.
+
+In low-latency mode the floor of dispatch and combine is one one-way signal and the memory bound; of the pair, both.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from moecomm.bench.config import BenchConfig
-from moecomm.bench.measure import BOUND, OPS
+from moecomm.bench.measure import BOUND, IDLE, OPS, SIGNAL
 from moecomm.bench.statistics import Summary, summarise
 
 __all__ = ["Record", "as_json", "make_records"]
+
+# One-way signals that an operation cannot do without.
+_NUM_SIGNALS = {"dispatch": 1, "combine": 1, "pair": 2}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,10 @@ class Record:
         summary: the times.
         bytes: payload as stated on top; local_bytes: the part of it that a rank sends to itself.
         bound_us: median time of the memory bound, `None` if it was not measured.
+        floor_us: low latency: what no exchange can be faster than, see floor.py; `None` if it was not measured.
+        signal_us: low latency: one one-way signal, which is part of the floor.
+        python_us: low latency: moecomm's own time per operation, without peers and rows.
+        idle: low latency: times of the idle loop that lasts as long as moecomm's pair.
         ratio: this backend's median over moecomm's, `None` if moecomm took no part.
         wrong: wrong elements over all ranks and checks, `None` if nothing was checked.
         memory: most bytes of receive memory that a rank has touched, in this case or before, where the backend knows.
@@ -48,6 +57,10 @@ class Record:
     bytes: int
     local_bytes: int
     bound_us: float | None
+    floor_us: float | None
+    signal_us: float | None
+    python_us: float | None
+    idle: Summary | None
     ratio: float | None
     wrong: int | None
     memory: int | None
@@ -67,6 +80,11 @@ class Record:
         """The time of the memory bound over the time taken: 1 = as fast as memory allows."""
         return None if self.bound_us is None else self.bound_us / self.summary.median_us
 
+    @property
+    def floor_ratio(self) -> float | None:
+        """The time taken over the floor: 1 = nothing but the signals and the bytes."""
+        return None if self.floor_us is None else self.summary.median_us / self.floor_us
+
 
 def make_records(config: BenchConfig, results: Sequence[Mapping[str, Any]]) -> list[Record]:
     """Reduce the results of all ranks.
@@ -82,6 +100,8 @@ def make_records(config: BenchConfig, results: Sequence[Mapping[str, Any]]) -> l
     for index, tokens in enumerate(config.tokens):
         cases = [result["cases"][index] for result in results]
         bounds = _bounds(cases) if config.bound else {}
+        signal = _median_us(cases, SIGNAL, "one_way")
+        idle = summarise([case["nanoseconds"][IDLE]["pair"] for case in cases]) if _has(cases, IDLE) else None
         payloads = [_payload(config, case["payload"]) for case in cases]
         for op in OPS:
             ours: float | None = None
@@ -107,6 +127,10 @@ def make_records(config: BenchConfig, results: Sequence[Mapping[str, Any]]) -> l
                         bytes=largest[0],
                         local_bytes=largest[1],
                         bound_us=bounds.get(op),
+                        floor_us=None if signal is None else bounds[op] + signal * _NUM_SIGNALS[op],
+                        signal_us=signal,
+                        python_us=_python_us(results, op),
+                        idle=idle,
                         ratio=None if ours is None else summaries[name].median_us / ours,
                         wrong=sum(case["wrong"][name][op] for case in cases) if config.check else None,
                         memory=max((case["memory"][name] for case in cases if name in case["memory"]), default=None),
@@ -145,10 +169,36 @@ def as_json(config: BenchConfig, record: Record) -> dict[str, Any]:
         "gbps": record.gbps,
         "bound_gbps": record.bound_gbps,
         "bound_fraction": record.bound_fraction,
+        "floor_us": record.floor_us,
+        "floor_ratio": record.floor_ratio,
+        "signal_us": record.signal_us,
+        "python_us": record.python_us,
+        "idle_median_us": None if record.idle is None else record.idle.median_us,
+        "idle_p99_us": None if record.idle is None else record.idle.p99_us,
         "ratio": record.ratio,
         "wrong": record.wrong,
         "receive_memory_bytes": record.memory,
     }
+
+
+def _has(cases: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return name in cases[0]["nanoseconds"]
+
+
+def _median_us(cases: Sequence[Mapping[str, Any]], name: str, op: str) -> float | None:
+    if not _has(cases, name):
+        return None
+    return summarise([case["nanoseconds"][name][op] for case in cases]).median_us
+
+
+def _python_us(results: Sequence[Mapping[str, Any]], op: str) -> float | None:
+    """Of the slowest rank; None in throughput mode."""
+    times = [result["python"] for result in results if result.get("python")]
+    if not times:
+        return None
+    parts = ("dispatch", "combine") if op == "pair" else (op,)
+    slowest: int = max(sum(time[part] for part in parts) for time in times)
+    return slowest / 1e3
 
 
 def _bounds(cases: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -23,6 +23,10 @@ COLUMNS = (
     *("tokens", "op", "backend", "via", "min", "median", "p99", "skew", "bytes", "local"),
     *("GB/s", "bound", "of bound", "x ours", "wrong", "iterations"),
 )
+LOW_LATENCY_COLUMNS = (
+    *("tokens", "op", "backend", "via", "min", "p50", "p99", "p99/p50", "skew"),
+    *("floor", "x floor", "x ours", "wrong", "iterations"),
+)
 
 
 def format_us(microseconds: float) -> str:
@@ -74,6 +78,13 @@ def print_header(console: Console, config: BenchConfig) -> None:
                 "copies with streaming stores; combine reads all rows and writes one per token; pair: both times",
             )
         )
+    if config.mode == "low_latency" and config.bound:
+        pairs.append(
+            (
+                "floor",
+                "dispatch, combine: one one-way signal (a counter that goes round the ranks) and the bound; pair: both",
+            )
+        )
     if len(config.backends) > 1:
         way = {
             "framework": "competitors as frameworks write them: a fresh tensor per step, scatter-add",
@@ -95,10 +106,7 @@ def _tokens(record: Record) -> int:
 
 def table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
     """The table of `records`: columns, and one line of texts per record."""
-    left = {"op", "backend", "via"}
-    columns = [
-        Column(name, "left" if name in left else "right", "bold" if name == "median" else "") for name in COLUMNS
-    ]
+    columns = _columns(COLUMNS, "median")
     rows = []
     for record in records:
         summary = record.summary
@@ -125,11 +133,71 @@ def table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
     return columns, rows
 
 
+def low_latency_table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
+    """The table of `records` of low-latency mode, where latencies and their spread matter and rates do not."""
+    rows = []
+    for record in records:
+        summary = record.summary
+        rows.append(
+            [
+                str(record.tokens),
+                record.op,
+                record.backend,
+                record.transport,
+                format_us(summary.min_us),
+                format_us(summary.median_us),
+                format_us(summary.p99_us),
+                f"{summary.p99_us / summary.median_us:.2f}",
+                f"{summary.skew:.2f}",
+                "-" if record.floor_us is None else format_us(record.floor_us),
+                "-" if record.floor_ratio is None else f"{record.floor_ratio:.3g}",
+                "-" if record.ratio is None else f"{record.ratio:.3g}",
+                "-" if record.wrong is None else str(record.wrong),
+                str(summary.iterations),
+            ]
+        )
+    return _columns(LOW_LATENCY_COLUMNS, "p50"), rows
+
+
+def _columns(names: Sequence[str], strong: str) -> list[Column]:
+    left = {"op", "backend", "via"}
+    return [Column(name, "left" if name in left else "right", "bold" if name == strong else "") for name in names]
+
+
+def _print_noise(console: Console, records: Sequence[Record]) -> None:
+    """What of the latencies is signals, Python, and the machine's own noise."""
+    first = records[0]
+    pairs = []
+    if first.signal_us is not None:
+        pairs.append(("signal", f"{format_us(first.signal_us)} one way"))
+    if first.python_us is not None:
+        python = {record.op: format_us(record.python_us) for record in records if record.python_us is not None}
+        texts = ", ".join(f"{op} {text}" for op, text in python.items())
+        pairs.append(("Python", f"{texts}: the same calls on one rank, one token of one element"))
+    for record in records:
+        if record.op == "pair" and record.backend == "moecomm" and record.idle is not None:
+            idle, ours = record.idle, record.summary
+            pairs.append(
+                (
+                    f"noise at {record.tokens}",
+                    f"a loop that only reads the clock for {format_us(idle.median_us)}: p99/p50 "
+                    f"{idle.p99_us / idle.median_us:.2f}; moecomm's pair: {ours.p99_us / ours.median_us:.2f}",
+                )
+            )
+    console.pairs(pairs)
+
+
 def print_table(console: Console, records: Sequence[Record]) -> None:
     """Print the table, the receive memory, and, if anything is wrong, which lines are."""
     console.line()
-    console.table(*table(records))
-    largest = max((r for r in records if r.op == "dispatch" and r.memory is not None), key=_tokens, default=None)
+    if records and records[0].idle is not None:
+        console.table(*low_latency_table(records))
+        _print_noise(console, records)
+    else:
+        console.table(*table(records))
+    # Memory of fixed shape is reserved, not counted: nothing to be said of it.
+    known = (r for r in records if r.op == "dispatch" and r.memory is not None and r.idle is None)
+    largest = max(known, key=_tokens, default=None)
     if largest is not None and largest.memory is not None:
         console.line(
             f"receive memory of {largest.backend}: {format_bytes(largest.memory)} touched per rank at most, for rows "

@@ -22,8 +22,10 @@ import torch.distributed as dist
 from moecomm.bench.barrier import SpinBarrier
 from moecomm.bench.config import BenchConfig
 from moecomm.bench.dispatchers import Dispatcher, Setup, dispatcher_class
+from moecomm.bench.floor import SignalRing, make_signal_ring, measure_python
 from moecomm.bench.measure import Measurement
 from moecomm.bench.workload import Workload
+from moecomm.groups import as_group
 
 __all__ = ["main"]
 
@@ -59,6 +61,7 @@ def _run(config: BenchConfig, directory: Path, rank: int) -> dict[str, Any]:
     assert group is not None
     barrier = SpinBarrier(directory / "barrier", rank=rank, num_ranks=config.ranks, timeout=config.timeout)
     dispatchers: list[Dispatcher] = []
+    ring: SignalRing | None = None
     flag = torch.zeros(1, dtype=torch.float64)
 
     def agree(value: float) -> float:
@@ -70,6 +73,8 @@ def _run(config: BenchConfig, directory: Path, rank: int) -> dict[str, Any]:
     try:
         for name in config.backends:
             dispatchers.append(dispatcher_class(name)(Setup(config, group, rank)))
+        ring = make_signal_ring(config, as_group(group))
+        python = measure_python(config) if config.mode == "low_latency" else {}
         for index, num_tokens in enumerate(config.tokens):
 
             def progress(done: float, what: str, *, index: int = index, num_tokens: int = num_tokens) -> None:
@@ -79,7 +84,13 @@ def _run(config: BenchConfig, directory: Path, rank: int) -> dict[str, Any]:
 
             workload = Workload(config, num_tokens, rank, check=config.check)
             measurement = Measurement(
-                config, workload, dispatchers=dispatchers, barrier=barrier, agree=agree, progress=progress
+                config,
+                workload,
+                dispatchers=dispatchers,
+                barrier=barrier,
+                agree=agree,
+                progress=progress,
+                ring=ring,
             )
             times = measurement.run()
             cases.append({"tokens": num_tokens, "payload": asdict(workload.payload), **asdict(times)})
@@ -89,11 +100,14 @@ def _run(config: BenchConfig, directory: Path, rank: int) -> dict[str, Any]:
                 {"name": d.name, "transport": d.transport, "codec": d.codec, "layout": d.layout, "is_exact": d.is_exact}
                 for d in dispatchers
             ],
+            "python": python,
             "cases": cases,
         }
     finally:
         for dispatcher in dispatchers:
             dispatcher.close()
+        if ring is not None:
+            ring.close()
         barrier.close()
         dist.destroy_process_group()
 
