@@ -114,6 +114,7 @@ class Communicator:
         sizes = EagerSizes(
             num_ranks=self.num_ranks,
             max_local_experts=-(-num_experts // self.num_ranks),
+            num_local_experts=self.num_local_experts,
             max_tokens_per_rank=max_tokens_per_rank,
             max_topk=num_topk,
             hidden=hidden,
@@ -166,7 +167,9 @@ class Communicator:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Counters: `announcements` (count exchanges so far), receive memory alive, at its peak, ever touched."""
+        """Counters: `announcements` (count exchanges so far); receive memory alive, at its peak, ever touched;
+        `fixed_blocks_alive` (results and outputs of low-latency calls); `copies` (tensors that combines had to copy to
+        where peers can read them)."""
         return self._exchanger.session.statistics()
 
     @property
@@ -266,7 +269,8 @@ class Communicator:
         Arguments:
             y: `[N, H]` (slab: `[E_local, capacity, H]`): row n is the expert's output for row n of `received.x`;
                 padding rows are not read. float64, float32, bfloat16 or float16. What lies in memory of
-                `combine_buffer` (or is `received.x` itself) is not copied.
+                `combine_buffer` (or is `received.x` itself) is not copied; in low-latency mode peers may read it until
+                this rank has made `2 * max_in_flight` further calls, and it must not be written to before.
             handle: of the dispatch.
             topk_weights: `[T, K]` floating point: the sum is of weight * row; None: of the rows. expert_major only.
                 Not read where `topk_idx` is -1, where its gradient is 0.
@@ -309,7 +313,7 @@ class Communicator:
 
         Returns:
             `[N, H]` (slab: `[E_local, capacity, H]`), uninitialised; its memory returns when the last tensor on it
-            dies. In low-latency mode peers may read it until this rank has made `2 * max_in_flight` further calls.
+            dies, and in low-latency mode not before peers can no longer read it.
 
         Raises:
             MemoryLimitExceeded: there is no memory for it.

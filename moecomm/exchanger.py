@@ -161,12 +161,14 @@ class Exchanger:
         values: torch.Tensor | None = None,
         make_room: bool = False,
         recording: bool = False,
+        may_change: bool = False,
     ) -> Call:
         """Checks the arguments of `Communicator.combine` and begins it.
 
         Arguments:
             values: `[N]` (flat: `[N, K]`), also brought home, route by route; with them `y` may be `[N, 0]`.
             make_room, recording: as in `begin_dispatch`.
+            may_change: `y` may be written to as soon as the call is finished here.
         """
         self._admit(Operation.COMBINE, make_room)
         try:
@@ -181,7 +183,7 @@ class Exchanger:
             self.session.refuse(Operation.COMBINE, error)
             raise
         return self.session.algorithms[handle.mode].begin_combine(
-            y, _routing(handle, recording), row_format, topk_weights=topk_weights, values=values
+            y, _routing(handle, recording), row_format, topk_weights=topk_weights, values=values, may_change=may_change
         )
 
     def _width(self, rows: torch.Tensor, values: torch.Tensor | None) -> int:
@@ -199,9 +201,11 @@ class Exchanger:
         topk_weights: torch.Tensor | None = None,
         *,
         values: torch.Tensor | None = None,
+        may_change: bool = False,
     ) -> Returned:
         """`begin_combine` and `finish` in one."""
-        returned: Returned = self.finish(self.begin_combine(y, handle, topk_weights, values=values, make_room=True))
+        call = self.begin_combine(y, handle, topk_weights, values=values, make_room=True, may_change=may_change)
+        returned: Returned = self.finish(call)
         return returned
 
     def dispatch_again(self, x: torch.Tensor, topk_weights: torch.Tensor | None, handle: Handle) -> Arrival:

@@ -100,8 +100,9 @@ def _handle(num_rows: int, *parts: Any) -> Handle:
     return Handle(routes, topk_idx, counts, stamp, layout, expert_alignment, num_rows, comm, capacity)
 
 
-def _outputs(arrival: Arrival) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _outputs(exchanger: Exchanger, arrival: Arrival) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x = arrival.x
+    exchanger.session.distrust(x)  # compiled code may write to what operators gave, and tells nobody
     weights = x.new_empty(0, dtype=weights_dtype(x.dtype)) if arrival.topk_weights is None else arrival.topk_weights
     local_idx = x.new_empty(0, dtype=torch.int32) if arrival.topk_idx is None else arrival.topk_idx
     return x, weights, local_idx, arrival.num_tokens_per_expert, arrival.offsets
@@ -116,18 +117,21 @@ def _dispatch_cpu(
         exchanger.begin_dispatch(x, topk_idx, topk_weights, mode, layout, expert_alignment, None, make_room=True)
     )
     handle = exchanger.handle(arrival)
-    return *_outputs(arrival), handle.routes, handle.topk_idx, handle.counts, handle.stamp
+    return *_outputs(exchanger, arrival), handle.routes, handle.topk_idx, handle.counts, handle.stamp
 
 
 def _dispatch_cached_cpu(x: Tensor, topk_weights: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     *parts, num_rows, _ = rest
     handle = _handle(num_rows, *parts)
-    return _outputs(find_exchanger(handle.communicator).dispatch_again(x, topk_weights, handle))
+    exchanger = find_exchanger(handle.communicator)
+    return _outputs(exchanger, exchanger.dispatch_again(x, topk_weights, handle))
 
 
 def _combine_cpu(y: Tensor, topk_weights: Tensor | None, values: Tensor | None, *parts: Any) -> tuple[Tensor, Tensor]:
     handle = _handle(y.shape[0], *parts)
-    returned = find_exchanger(handle.communicator).combine(y, handle, topk_weights, values=values)
+    # Compiled code uses memory again as soon as an operator has returned.
+    exchanger = find_exchanger(handle.communicator)
+    returned = exchanger.combine(y, handle, topk_weights, values=values, may_change=True)
     home = y.new_empty(0, dtype=weights_dtype(y.dtype)) if returned.values is None else returned.values
     return returned.x, home
 

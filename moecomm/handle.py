@@ -63,7 +63,8 @@ class Received:
 
     Attributes:
         x: `[N, H]` (slab: `[E_local, capacity, H]`), dtype of the x sent; a view of receive memory that returns when
-            the last tensor on it dies.
+            the last tensor on it dies. It may be written to; in low-latency mode by torch only (numpy, `.data` and raw
+            pointers are not noticed) where rows beyond the real ones are concerned.
         topk_weights: weights that travelled with the rows, float32 (float64 beside float64 rows). expert_major: `[N]`;
             slab: `[E_local, capacity]`; flat: `[N, K]`, 0 where `topk_idx` is -1. None if none were given.
         topk_idx: flat: `[N, K]` int32 local expert ids, -1 = the expert is elsewhere. expert_major: None.

@@ -87,6 +87,7 @@ class Algorithm(abc.ABC):
         *,
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
+        may_change: bool,
     ) -> Call:
         """Begins a combine; its result is a `Returned`.
 
@@ -94,6 +95,7 @@ class Algorithm(abc.ABC):
             y: `[N, H]` contiguous.
             topk_weights: `[T, K]` float32 (float64) contiguous, applied at home, or None.
             values: `[N]` (flat: `[N, K]`) float32 (float64) contiguous, brought home route by route, or None.
+            may_change: `y` may be written to as soon as the call is finished here, whatever the peers still read.
         """
 
 
@@ -152,6 +154,10 @@ class Session(abc.ABC):
         Raises:
             MemoryLimitExceeded: if there is no memory for it.
         """
+
+    @abc.abstractmethod
+    def distrust(self, x: torch.Tensor) -> None:
+        """Says that the rows that a dispatch has brought may be written to without torch counting it."""
 
     @abc.abstractmethod
     def statistics(self) -> dict[str, int]:

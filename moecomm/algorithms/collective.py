@@ -344,6 +344,9 @@ class Collective(Session):
     def waiting_times(self) -> tuple[list[float], list[float]]:
         return [0.0] * self._group.size, [0.0] * self._group.size
 
+    def distrust(self, x: torch.Tensor) -> None:
+        """Nothing is remembered of memory."""
+
     def expose(self, num_rows: int, row_format: RowFormat, *, is_fixed: bool) -> torch.Tensor:
         return torch.empty((num_rows, row_format.hidden), dtype=row_format.dtype)
 
@@ -392,5 +395,6 @@ class _Mode(Algorithm):
         *,
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
+        may_change: bool,
     ) -> Call:
         return self._session.begin_combine(y, routing, row_format, topk_weights=topk_weights, values=values)

@@ -93,7 +93,9 @@ class Eager(Algorithm):
     def begin_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:
-        dispatch = EagerDispatch(self._exchange, self._windows, self._kernels, x, routing, row_format, topk_weights)
+        dispatch = EagerDispatch(
+            self._exchange, self._windows, self._sizes, self._kernels, x, routing, row_format, topk_weights
+        )
         return self._exchange.begin(dispatch.call)
 
     def begin_combine(
@@ -104,6 +106,7 @@ class Eager(Algorithm):
         *,
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
+        may_change: bool,
     ) -> Call:
         combine = EagerCombine(
             self._exchange,
@@ -114,5 +117,6 @@ class Eager(Algorithm):
             row_format,
             topk_weights=topk_weights,
             values=values,
+            may_change=may_change,
         )
         return self._exchange.begin(combine.call)

@@ -36,6 +36,7 @@ class EagerCombine:
         row_format: how rows are written.
         topk_weights: `[T, K]` contiguous, applied at home, or None.
         values: `[N]` contiguous, brought home route by route, or None.
+        may_change: rows are copied wherever they lie.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class EagerCombine:
         *,
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
+        may_change: bool,
     ) -> None:
         self.exchange = exchange
         self.windows = windows
@@ -57,6 +59,7 @@ class EagerCombine:
         self.row_format = row_format
         self.topk_weights = topk_weights
         self.values = values
+        self.may_change = may_change
         self.planes = row_format.encode(y)
         if values is not None:
             self.planes += (values,)
@@ -82,7 +85,7 @@ class EagerCombine:
             call.words,
             offsets=tuple(offsets),
             need=missing,
-            limit=exchange.memory.limit,
+            limit=exchange.memory.fixed_limit,
             refused=missing > 0,
         )
         exchange.sequencer.send_card(card, call, with_counts=False)
@@ -91,12 +94,15 @@ class EagerCombine:
     def _share(self, plane: torch.Tensor) -> tuple[int, object | None]:
         """Where peers can read the plane, and what keeps it there; (0, None) if there is no space for it."""
         memory, routing = self.exchange.memory, self.routing
-        offset = memory.offset_of(plane) if plane.numel() else 0
+        if plane.numel() == 0:
+            return 0, plane
+        offset = None if self.may_change else memory.offset_of(plane)
         if offset is not None:
             return offset, plane
-        block = self.exchange.fixed_blocks.take(plane.numel() * plane.element_size())
+        block = memory.allocate_leaving(plane.numel() * plane.element_size())
         if block is None:
             return 0, None
+        memory.num_copies += 1
         assert routing.counts is not None
         capacity = routing.capacity if routing.layout == "slab" else 0
         experts = self.exchange.placement.expert_range(self.exchange.rank)
@@ -106,9 +112,7 @@ class EagerCombine:
     def _receive(self) -> None:
         exchange, routing = self.exchange, self.routing
         cards = exchange.sequencer.cards(self.call)
-        for rank, card in enumerate(cards):
-            if card.refused:
-                raise exchange.exceeded(self.call, rank, card.need, card.limit)
+        exchange.check_space(self.call, cards)
         bases = exchange.bases
         addresses = [
             [base + card.offsets[plane] for base, card in zip(bases, cards, strict=True)]

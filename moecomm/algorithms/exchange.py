@@ -10,7 +10,7 @@ import torch
 from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.fixed_blocks import FixedBlocks
-from moecomm.algorithms.mailbox import Mailbox
+from moecomm.algorithms.mailbox import Card, Mailbox
 from moecomm.algorithms.receive_memory import ReceiveMemory
 from moecomm.algorithms.sequencer import Sequencer
 from moecomm.algorithms.signature import Operation
@@ -72,6 +72,14 @@ class Exchange(Session):
         call.is_agreed_failure = True
         return self.memory.exceeded(call.title, self.transport.describe_peer(rank), need, limit)
 
+    def check_space(self, call: Call, cards: list[Card]) -> None:
+        """Raises MemoryLimitExceeded, on all ranks, if one has no space for its part of a call of fixed shape."""
+        for rank, card in enumerate(cards):
+            if card.refused:
+                call.is_agreed_failure = True
+                who = self.transport.describe_peer(rank)
+                raise self.memory.exceeded_fixed(call.title, who, card.need, card.limit)
+
     def begin(self, call: Call) -> Call:
         """Numbers a call and runs its first phase."""
         self.sequencer.begin(call)
@@ -103,12 +111,18 @@ class Exchange(Session):
     def expose(self, num_rows: int, row_format: RowFormat, *, is_fixed: bool) -> torch.Tensor:
         nbytes = num_rows * row_format.row_bytes
         self.sequencer.release_quarantine()
-        block = self.fixed_blocks.take(nbytes) if is_fixed else self.memory.allocate(nbytes)
+        block = self.memory.allocate_leaving(nbytes) if is_fixed else self.memory.allocate(nbytes)
+        me = self.transport.describe_peer(self.rank)
+        if block is None and is_fixed:
+            raise self.memory.exceeded_fixed("combine_buffer", me, nbytes, self.memory.fixed_limit)
         if block is None:
-            raise self.memory.exceeded(
-                "combine_buffer", self.transport.describe_peer(self.rank), nbytes, self.memory.limit
-            )
+            raise self.memory.exceeded("combine_buffer", me, nbytes, self.memory.limit)
         return row_format.decode(block, (0,), num_rows)
+
+    def distrust(self, x: torch.Tensor) -> None:
+        offset = self.memory.offset_of(x)
+        if offset is not None:
+            self.fixed_blocks.distrust(offset)
 
     def statistics(self) -> dict[str, int]:
         usage = self.memory.usage()
@@ -119,6 +133,8 @@ class Exchange(Session):
             "receive_bytes_touched": usage.high_water,
             "receive_blocks_alive": usage.live_blocks,
             "memory_limit": usage.limit,
+            "fixed_blocks_alive": self.memory.fixed_blocks(),
+            "copies": self.memory.num_copies,
         }
 
     def trim(self) -> int:

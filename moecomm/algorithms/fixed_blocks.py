@@ -2,12 +2,13 @@
 
 A slab for every token that could arrive is mostly empty. Zeroing it for each call would cost more than the call, so a
 block that comes back keeps a note of the rows that hold something, and only those are zeroed. The note is thrown away,
-and the whole block cleared, if anyone has written to the tensor in between.
+and the whole block cleared, if torch has written to the tensors in between.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -25,15 +26,16 @@ class _Note:
         nbytes: its size.
         form: what the rows in it looked like.
         used: see `moecomm.kernels.eager.Block`.
-        watches: tensors without memory that share the version counters of those given out.
+        watches: tensors without memory that share the version counters of those given out; None while it is unknown
+            who writes to the block.
         versions: the counters' values then.
     """
 
     nbytes: int
-    form: tuple[int, ...]
+    form: tuple[object, ...]
     used: torch.Tensor
-    watches: tuple[torch.Tensor, ...] = ()
-    versions: tuple[int, ...] = (-1,)
+    watches: list[torch.Tensor] | None = None
+    versions: list[int] = dataclasses.field(default_factory=list)
 
 
 class FixedBlock:
@@ -49,23 +51,30 @@ class FixedBlock:
         self.used = note.used
         self._note = note
 
-    def watch(self, *tensors: torch.Tensor) -> None:
-        """Names the tensors given out, once the block is filled; torch counts the writes to them."""
-        watches = []
-        for tensor in tensors:
-            watch = tensor.detach()
-            # Keeps the version counter and lets go of the memory, whose death must return the block.
-            watch.data = _NOTHING
-            watches.append(watch)
-        self._note.watches = tuple(watches)
-        self._note.versions = tuple(watch._version for watch in watches)
+    def give_out(self, make: Callable[[_C.Block], tuple[torch.Tensor | None, ...]]) -> tuple[torch.Tensor | None, ...]:
+        """The tensors that `make` makes on the block, which has been filled; torch counts the writes to them."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # where writes are not counted
+                return self.give_out(make)
+        tensors = make(self.block)
+        given = [tensor for tensor in tensors if tensor is not None]
+        watches = [tensor.detach() for tensor in given]
+        torch._C._increment_version(given)
+        versions = [watch._version for watch in watches]
+        # Where torch keeps no account, as in some dispatch modes, the counters are not one and the same.
+        if versions == [tensor._version for tensor in given]:
+            for watch in watches:
+                # Keeps the version counter and lets go of the memory, whose death must return the block.
+                watch.data = _NOTHING
+            self._note.watches, self._note.versions = watches, versions
+        return tensors
 
 
 _NOTHING = torch.empty(0)
 
 
 class FixedBlocks:
-    """The blocks of fixed shape of one communicator.
+    """The blocks of fixed shape of one communicator, for what its dispatches bring.
 
     Arguments:
         memory: where they lie.
@@ -75,18 +84,7 @@ class FixedBlocks:
         self._memory = memory
         self._notes: dict[int, _Note] = {}
 
-    def take(self, nbytes: int) -> _C.Block | None:
-        """A block with whatever is in it, to be filled by others; None if there is no space."""
-        block = self._memory.allocate_fixed(nbytes)
-        if block is not None:
-            self._forget(block.offset, block.offset + nbytes)
-        return block
-
-    def _forget(self, begin: int, end: int) -> None:
-        for start in [start for start, note in self._notes.items() if start < end and begin < start + note.nbytes]:
-            del self._notes[start]
-
-    def lease(self, nbytes: int, form: tuple[int, ...], num_used: int) -> FixedBlock | None:
+    def lease(self, nbytes: int, form: tuple[object, ...], num_used: int) -> FixedBlock | None:
         """A block that is zero but for the rows that `used` names; None if there is no space.
 
         Arguments:
@@ -94,21 +92,30 @@ class FixedBlocks:
             form: bytes per row and the like: what `used` counts means the same only for the same form.
             num_used: entries of `used`.
         """
-        block = self._memory.allocate_fixed(nbytes)
+        block = self._memory.allocate_arriving(nbytes)
         if block is None:
             return None
         note = self._notes.get(block.offset)
-        if note is None or not _is_intact(note, nbytes, form):
+        if note is None or note.nbytes != nbytes or note.form != form or not _is_intact(note):
             self._memory.clear(block)
             self._forget(block.offset, block.offset + nbytes)
-            note = _Note(nbytes, form, torch.zeros(num_used, dtype=torch.int64))
-            self._notes[block.offset] = note
-        # Until the tensors are named, the block counts as written to by others.
-        note.versions = (-1,)
+            note = self._notes[block.offset] = _Note(nbytes, form, torch.zeros(num_used, dtype=torch.int64))
+        note.watches = None
         return FixedBlock(block, note)
 
+    def distrust(self, offset: int) -> None:
+        """Says that the block there, which is in use, may be written to without torch counting it."""
+        note = self._notes.get(offset)
+        if note is not None:
+            note.watches = None
 
-def _is_intact(note: _Note, nbytes: int, form: tuple[int, ...]) -> bool:
-    if note.nbytes != nbytes or note.form != form or len(note.versions) != len(note.watches):
+    def _forget(self, begin: int, end: int) -> None:
+        for start in [start for start, note in self._notes.items() if start < end and begin < start + note.nbytes]:
+            del self._notes[start]
+
+
+def _is_intact(note: _Note) -> bool:
+    """Whether the rows that `used` names are all that is not zero."""
+    if note.watches is None:
         return False
     return all(watch._version == version for watch, version in zip(note.watches, note.versions, strict=True))

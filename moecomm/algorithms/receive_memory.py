@@ -41,7 +41,13 @@ class ReceiveMemory:
         transport: makes the region.
         memory_limit: bytes that may be alive at once on this rank.
         largest_limit: the largest limit of any rank; regions are symmetric.
-        fixed_bytes: address space for blocks of fixed shape, which are mostly empty.
+        fixed_bytes: address space for blocks of fixed shape, which are mostly empty: half of it for what dispatches
+            bring, half for what combines send.
+
+    Attributes:
+        limit: memory_limit.
+        region: all of it, at every rank.
+        num_copies: tensors that had to be copied to where peers can read them.
     """
 
     def __init__(self, transport: Transport, memory_limit: int, largest_limit: int, fixed_bytes: int) -> None:
@@ -50,7 +56,10 @@ class ReceiveMemory:
         self.region = transport.allocate(arena_bytes + fixed_bytes)
         self._mapping = transport.mapping(self.region)
         self._arena = _C.Arena(self._mapping, memory_limit, 0, arena_bytes)
-        self._fixed = _C.Arena(self._mapping, fixed_bytes, arena_bytes, fixed_bytes)
+        self.fixed_limit = fixed_bytes // 2 // _PAGE * _PAGE
+        self._arriving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes, self.fixed_limit)
+        self._leaving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes + self.fixed_limit, self.fixed_limit)
+        self.num_copies = 0
         self._start = self.region.address
         self._end = self._start + self.region.nbytes
 
@@ -58,9 +67,13 @@ class ReceiveMemory:
         """A block of at least `nbytes`, or None if the limit does not allow it."""
         return self._arena.allocate(nbytes)
 
-    def allocate_fixed(self, nbytes: int) -> _C.Block | None:
-        """A block for something of fixed shape; only the pages that rows touch take memory. None: no space is left."""
-        return self._fixed.allocate(nbytes)
+    def allocate_arriving(self, nbytes: int) -> _C.Block | None:
+        """A block of fixed shape for what a dispatch brings; only pages that rows touch take memory. None: no space."""
+        return self._arriving.allocate(nbytes)
+
+    def allocate_leaving(self, nbytes: int) -> _C.Block | None:
+        """The same for what a combine sends. Apart, since the others' memory is known to be zero but for some rows."""
+        return self._leaving.allocate(nbytes)
 
     def clear(self, block: _C.Block) -> None:
         """Makes a block read as zero, without touching its pages."""
@@ -89,6 +102,7 @@ class ReceiveMemory:
                 if block is None:
                     return (), [], nbytes
                 ctypes.memmove(block.address, tensor.data_ptr(), nbytes)
+                self.num_copies += 1
                 blocks.append(block)
                 offset = block.offset
             offsets.append(offset)
@@ -102,10 +116,22 @@ class ReceiveMemory:
             f"or construct the Communicator with a larger memory_limit"
         )
 
+    def exceeded_fixed(self, operation: str, who: str, need: int, limit: int) -> MemoryLimitExceeded:
+        """The same for memory of fixed shapes."""
+        return MemoryLimitExceeded(
+            f"{operation}: {who} needs a block of {need} bytes of address space, which does not fit into the {limit} "
+            "bytes for low-latency calls beside what is alive there; nothing was sent. Let earlier results die, or "
+            "construct the Communicator with a smaller max_tokens_per_rank"
+        )
+
+    def fixed_blocks(self) -> int:
+        """Blocks of fixed shape that are alive."""
+        return self._arriving.usage().live_blocks + self._leaving.usage().live_blocks
+
     def usage(self) -> _C.ArenaUsage:
         """Bytes alive, their peak, and how far pages were ever touched."""
         return self._arena.usage()
 
     def trim(self) -> int:
         """Gives the pages outside live blocks back to the system; returns the bytes."""
-        return self._arena.trim() + self._fixed.trim()
+        return self._arena.trim() + self._arriving.trim() + self._leaving.trim()

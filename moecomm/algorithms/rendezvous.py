@@ -56,6 +56,7 @@ class Rendezvous(Algorithm):
         *,
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
+        may_change: bool,
     ) -> Call:
         combine = Combine(self._exchange, y, routing, row_format, topk_weights=topk_weights, values=values)
         return self._exchange.begin(combine.call)
