@@ -1,7 +1,7 @@
-"""Measures the project's targets and prints them as a table: `python benchmarks/targets.py [--seconds 10]`.
+"""Measures the project's targets and prints them as a table: `python benchmarks/targets.py [--mode low_latency]`.
 
 Every case is measured twice, against competitors written as frameworks write them and against tuned ones (see
-docs/benchmark.md). About four minutes on two quiet cores; every answer is checked. Status 1 if one is wrong.
+docs/benchmark.md). About four minutes per mode on two quiet cores; every answer is checked. Status 1 if one is wrong.
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ HIDDEN, EXPERTS, TOPK = 2048, 32, 8
 MAIN = {"ranks": 2, "tokens": (2048,)}
 ONE_TOKEN = {"ranks": 2, "tokens": (1,)}
 CROWDED = {"ranks": 4, "tokens": (2048,)}
+LOW_LATENCY = {"ranks": 2, "mode": "low_latency"}
+LOW_LATENCY_CROWDED = {"ranks": 4, "tokens": (8,), "mode": "low_latency"}
+LONG = 10_000
 
 
-def measure(case: dict, competitors: str, backends: Sequence[str], seconds: float) -> dict[tuple[str, str], Record]:
+Records = dict[tuple[str, str], Record]
+
+
+def measure(
+    case: dict, competitors: str, backends: Sequence[str], seconds: float, iterations: int | None = None
+) -> Records:
     """Records of one case by (op, backend)."""
     config = BenchConfig(
         **case,
@@ -32,19 +40,21 @@ def measure(case: dict, competitors: str, backends: Sequence[str], seconds: floa
         backends=tuple(backends),
         competitors=competitors,
         seconds=seconds,
+        iterations=iterations,
     )
     return {(record.op, record.backend): record for record in make_records(config, run_ranks(config))}
 
 
-def targets(main: dict, one: dict, crowded: dict) -> list[tuple[str, str, str]]:
+def ratio(records: Records, op: str, backend: str) -> str:
+    """Their median over ours, and both."""
+    if (op, backend) not in records:
+        return "not measured"
+    theirs, ours = records[op, backend].summary.median_us, records[op, "moecomm"].summary.median_us
+    return f"{theirs / ours:.3g} ({format_us(theirs)} / {format_us(ours)})"
+
+
+def throughput_targets(main: Records, one: Records, crowded: Records) -> list[tuple[str, str, str]]:
     """What, at least how much, and what was found."""
-
-    def ratio(records: dict, op: str, backend: str) -> str:
-        if (op, backend) not in records:
-            return "not measured"
-        theirs, ours = records[op, backend].summary.median_us, records[op, "moecomm"].summary.median_us
-        return f"{theirs / ours:.3g} ({format_us(theirs)} / {format_us(ours)})"
-
     pair, dispatch = main["pair", "moecomm"], main["dispatch", "moecomm"]
     memory = "not known" if dispatch.memory is None else f"{dispatch.memory / (2 * dispatch.bytes):.3f}"
     return [
@@ -58,30 +68,74 @@ def targets(main: dict, one: dict, crowded: dict) -> list[tuple[str, str, str]]:
     ]
 
 
+def low_latency_targets(one: Records, eight: Records, long: Records, crowded: Records) -> list[tuple[str, str, str]]:
+    """What, at least how much, and what was found."""
+    pair, often = eight["pair", "moecomm"], long["pair", "moecomm"]
+    floor, spread = "not measured", f"{often.summary.p99_us / often.summary.median_us:.2f}"
+    if pair.floor_us is not None and pair.floor_ratio is not None:
+        floor = f"{pair.floor_ratio:.2f} ({format_us(pair.summary.median_us)} / {format_us(pair.floor_us)})"
+    if often.idle is not None:
+        spread += f" (idle loop {often.idle.p99_us / often.idle.median_us:.2f}; {often.summary.iterations} pairs)"
+    return [
+        ("1 token, pair, gloo / ours", "30", ratio(one, "pair", "gloo")),
+        ("1 token, pair, Open MPI / ours", "2", ratio(one, "pair", "mpi")),
+        ("8 tokens, pair, Open MPI / ours", "2", ratio(eight, "pair", "mpi")),
+        ("8 tokens, pair, time / floor", "at most 3", floor),
+        ("8 tokens, pair, throughput / low latency", "2", ratio(eight, "pair", "throughput")),
+        ("8 tokens, pair, p99 / p50", "at most 3", spread),
+        ("4 ranks, 8 tokens, pair, gloo / ours", "15", ratio(crowded, "pair", "gloo")),
+    ]
+
+
+def measure_throughput(competitors: str, others: Sequence[str], seconds: float) -> list[Records]:
+    """The cases of `throughput_targets`."""
+    return [
+        measure(MAIN, competitors, ["moecomm", *others], seconds),
+        measure(ONE_TOKEN, competitors, ["moecomm", "gloo"], seconds / 2),
+        measure(CROWDED, competitors, ["moecomm", "gloo"], seconds),
+    ]
+
+
+def measure_low_latency(competitors: str, others: Sequence[str], seconds: float) -> list[Records]:
+    """The cases of `low_latency_targets`."""
+    everybody = ["moecomm", "throughput", *others]
+    return [
+        measure(LOW_LATENCY | {"tokens": (1,)}, competitors, everybody, seconds),
+        measure(LOW_LATENCY | {"tokens": (8,)}, competitors, everybody, seconds),
+        measure(LOW_LATENCY | {"tokens": (8,)}, competitors, ["moecomm"], 6 * seconds, iterations=LONG),
+        measure(LOW_LATENCY_CROWDED, competitors, ["moecomm", "gloo"], seconds),
+    ]
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="timed part of each of the six runs")
+    parser.add_argument("--seconds", type=float, default=10.0, help="timed part of each run")
+    parser.add_argument("--mode", choices=("throughput", "low_latency"), help="only the targets of one mode")
     args = parser.parse_args()
     console = Console()
-    backends = ["moecomm", "gloo", "mpi"]
+    others = ["gloo", "mpi"]
     try:
         mpirun()
     except TransportUnavailable as error:
         console.warning(f"skipped: {error}")
-        backends.remove("mpi")
-    columns, wrong = [], 0
-    for competitors in ("framework", "tuned"):
-        cases = [
-            measure(MAIN, competitors, backends, args.seconds),
-            measure(ONE_TOKEN, competitors, backends[:2], args.seconds / 2),
-            measure(CROWDED, competitors, backends[:2], args.seconds),
-        ]
-        wrong += sum(record.wrong or 0 for case in cases for record in case.values())
-        columns.append(targets(*cases))
-    rows = [[what, least, framework, tuned] for (what, least, framework), (_, _, tuned) in zip(*columns, strict=True)]
+        others.remove("mpi")
+    modes = {
+        "throughput": (measure_throughput, throughput_targets),
+        "low_latency": (measure_low_latency, low_latency_targets),
+    }
     headings = ("what", "at least", "competitors as frameworks write them", "competitors tuned")
-    console.table([Column(name) for name in headings], rows)
+    wrong = 0
+    for mode, (measure_cases, targets) in modes.items():
+        if args.mode not in (None, mode):
+            continue
+        columns = []
+        for competitors in ("framework", "tuned"):
+            cases = measure_cases(competitors, others, args.seconds)
+            wrong += sum(record.wrong or 0 for case in cases for record in case.values())
+            columns.append(targets(*cases))
+        rows = [[what, least, found, tuned] for (what, least, found), (_, _, tuned) in zip(*columns, strict=True)]
+        console.table([Column(name) for name in headings], rows, title=f"Targets of mode {mode}")
     console.line("all answers are right" if not wrong else f"{wrong} wrong elements")
     return 1 if wrong else 0
 

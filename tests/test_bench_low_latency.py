@@ -1,4 +1,4 @@
-"""The benchmark of the low-latency mode: tiny runs, checked answers, floor and noise beside them; no time is asserted."""
+"""The benchmark of the low-latency mode: tiny runs, checked answers, floor and noise beside them; no time asserted."""
 
 import json
 
