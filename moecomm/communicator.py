@@ -167,9 +167,9 @@ class Communicator:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Counters: `announcements` (count exchanges so far); receive memory alive, at its peak, ever touched;
-        `fixed_blocks_alive` (results and outputs of low-latency calls); `copies` (tensors that combines had to copy to
-        where peers can read them)."""
+        """Counters: `calls` and `announcements` (exchanges of counts) so far; receive memory alive, at its peak, ever
+        touched; `fixed_blocks_alive` (results and outputs of low-latency calls); `copies` (tensors that combines had to
+        copy to where peers can read them)."""
         return self._exchanger.session.statistics()
 
     @property
@@ -224,10 +224,12 @@ class Communicator:
             return functional.dispatch(
                 self._exchanger, x, topk_idx, topk_weights, mode, layout, expert_alignment, handle
             )
+        recording = is_recording(x, topk_weights)
         call = self._exchanger.begin_dispatch(
             *(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle),
             make_room=True,
-            recording=is_recording(x, topk_weights),
+            recording=recording,
+            is_remembered=recording,
         )
         return self._received(call, x, topk_weights)
 
@@ -253,9 +255,11 @@ class Communicator:
             return Work.done_with(
                 functional.dispatch(self._exchanger, x, topk_idx, topk_weights, mode, layout, expert_alignment, handle)
             )
+        recording = is_recording(x, topk_weights)
         call = self._exchanger.begin_dispatch(
             *(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle),
-            recording=is_recording(x, topk_weights),
+            recording=recording,
+            is_remembered=recording,
         )
         return Work(self._exchanger.session, call, lambda: self._received(call, x, topk_weights))
 

@@ -98,12 +98,14 @@ class Exchanger:
         *,
         make_room: bool = False,
         recording: bool = False,
+        is_remembered: bool = False,
     ) -> Call:
         """Checks the arguments of `Communicator.dispatch` and begins it.
 
         Arguments:
             make_room: if need be, first finish the oldest call in flight.
             recording: autograd records what the call gives.
+            is_remembered: calls from here are remembered, so that a recompute of one must find its routing.
         """
         self._admit(Operation.DISPATCH, make_room)
         try:
@@ -115,7 +117,7 @@ class Exchanger:
                 algorithm.check_size(x.shape[0])
                 capacity = algorithm.capacity(layout, expert_alignment)
                 routing = Routing(topk_idx, layout, expert_alignment, capacity=capacity, recording=recording)
-                if recording and is_recomputing():
+                if is_remembered and is_recomputing():
                     self._check_recompute(topk_idx)
             else:
                 if topk_idx is not None:

@@ -113,10 +113,10 @@ def _dispatch_cpu(
 ) -> tuple[Tensor, ...]:
     exchanger = find_exchanger(rest[0])
     layout, _ = _split(form)
-    arrival: Arrival = exchanger.finish(
-        exchanger.begin_dispatch(x, topk_idx, topk_weights, mode, layout, expert_alignment, None, make_room=True)
-    )
+    arguments = (x, topk_idx, topk_weights, mode, layout, expert_alignment, None)
+    arrival: Arrival = exchanger.finish(exchanger.begin_dispatch(*arguments, make_room=True, is_remembered=True))
     handle = exchanger.handle(arrival)
+    exchanger.remember(handle)
     return *_outputs(exchanger, arrival), handle.routes, handle.topk_idx, handle.counts, handle.stamp
 
 

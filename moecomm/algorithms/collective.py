@@ -176,8 +176,7 @@ class Collective(Session):
 
     def _agree(self, call: Call, counts: np.ndarray[Any, Any], need: int) -> np.ndarray[Any, Any]:
         """Compares the call with everybody's; gives `[R, E + R]` int32 counts."""
-        assert call.signature is not None
-        recording = call.signature.recording
+        recording = call.signature is not None and call.signature.recording
         card = np.array((call.sequence, call.operation, *call.words, need, recording), dtype=np.int64)
         card = np.pad(card, (0, _CARD_WORDS - card.size))
         everybody = self._gather_cards(card, counts, None)
@@ -352,6 +351,7 @@ class Collective(Session):
 
     def statistics(self) -> dict[str, int]:
         return {
+            "calls": self._next_sequence,
             "announcements": self._num_announcements,
             "memory_limit": self._memory_limits[self._group.rank],
         }

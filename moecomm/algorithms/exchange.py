@@ -127,6 +127,7 @@ class Exchange(Session):
     def statistics(self) -> dict[str, int]:
         usage = self.memory.usage()
         return {
+            "calls": self.sequencer.num_calls,
             "announcements": self.sequencer.num_cards_with_counts,
             "receive_bytes_alive": usage.live_bytes,
             "receive_bytes_peak": usage.peak_bytes,

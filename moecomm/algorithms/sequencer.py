@@ -58,6 +58,11 @@ class Sequencer:
         self._owed = 0  # one more than the last call that this rank did not carry to its end
         self._quarantine: deque[tuple[int, Any]] = deque()
 
+    @property
+    def num_calls(self) -> int:
+        """Calls so far, refused ones included."""
+        return self._next_sequence
+
     def begin(self, call: Call) -> None:
         """Numbers a call and runs its first phase, which waits for nobody, except after a failure.
 
