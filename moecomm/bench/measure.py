@@ -1,8 +1,8 @@
 """The measuring loop of one case on one rank.
 
-    turn:   for each backend, then for the memory bound:   `burst` repetitions
-            repetition:   barrier, dispatch and combine of what came    -> times of dispatch and of the pair
-                          barrier, combine of an output buffer          -> time of combine
+    turn:   for each backend:   `burst` times   barrier, dispatch and combine of what came   -> dispatch and pair
+                                `burst` times   barrier, combine of an output buffer         -> combine
+            then, as often, the memory bound
             low latency: then, as often, a signal around the ranks, and an idle loop as long as a pair
             rank 0 says whether there is another turn
 
@@ -42,8 +42,10 @@ IDLE = "idle"
 IDLE_LIKE = 64
 
 # A turn repeats a backend until it has taken about this long, so that small cases run in a steady state.
-TURN_SECONDS = 0.002
-MAX_BURST = 16
+TURN_SECONDS = {"throughput": 0.002, "low_latency": 0.01}
+MAX_BURST = {"throughput": 16, "low_latency": 64}
+# Untimed repetitions per warm-up turn: what takes microseconds when warm takes a millisecond the first time.
+WARM_UP_BURST = {"throughput": 1, "low_latency": 16}
 # Timed iterations even when the time budget is spent after fewer.
 MIN_ITERATIONS = 3
 
@@ -130,15 +132,17 @@ class Measurement:
 
     def _warm_up(self) -> int:
         """Untimed turns; returns how many repetitions a turn holds, the same on every rank."""
+        mode = self._config.mode
         fastest = float("inf")
         for _ in range(max(1, self._config.warmup)):
             for dispatcher in self._dispatchers:
-                self._barrier.wait()
-                started = time.perf_counter()
-                self._repeat(dispatcher, {op: [] for op in OPS})
-                fastest = min(fastest, time.perf_counter() - started)
+                for _ in range(WARM_UP_BURST[mode]):
+                    self._barrier.wait()
+                    started = time.perf_counter()
+                    self._repeat(dispatcher, {op: [] for op in OPS}, 1)
+                    fastest = min(fastest, time.perf_counter() - started)
             self._repeat_bound({op: [] for op in OPS})
-        return int(self._agree(max(1, min(MAX_BURST, TURN_SECONDS // max(fastest, 1e-9)))))
+        return int(self._agree(max(1, min(MAX_BURST[mode], TURN_SECONDS[mode] // max(fastest, 1e-9)))))
 
     def _measure(self, burst: int) -> None:
         config = self._config
@@ -152,9 +156,7 @@ class Measurement:
             while True:
                 repetitions = burst if limit is None else min(burst, limit - iterations)
                 for dispatcher in self._dispatchers:
-                    into = self.times.nanoseconds[dispatcher.name]
-                    for _ in range(repetitions):
-                        self._repeat(dispatcher, into)
+                    self._repeat(dispatcher, self.times.nanoseconds[dispatcher.name], repetitions)
                 for _ in range(repetitions):
                     self._repeat_bound(self.times.nanoseconds.get(BOUND, {}))
                 self._repeat_floor(repetitions)
@@ -171,26 +173,32 @@ class Measurement:
         finally:
             gc.enable()
 
-    def _repeat(self, dispatcher: Dispatcher, into: dict[str, list[int]]) -> None:
+    def _repeat(self, dispatcher: Dispatcher, into: dict[str, list[int]], repetitions: int) -> None:
         inputs = self._workload.inputs
         x, topk_idx, weights = inputs.x, inputs.topk_idx, inputs.topk_weights
         clock = time.perf_counter_ns
-        self._barrier.wait()
-        t0 = clock()
-        arrived = dispatcher.dispatch(x, topk_idx, weights)
-        t1 = clock()
-        result = dispatcher.combine(arrived.x, arrived, weights)
-        t2 = clock()
-        del result
+        arrived: Arrived | None = None
+        result: Tensor | None = None
+        for _ in range(repetitions):
+            arrived = result = None  # freed here, outside the timed part
+            self._barrier.wait()
+            t0 = clock()
+            arrived = dispatcher.dispatch(x, topk_idx, weights)
+            t1 = clock()
+            result = dispatcher.combine(arrived.x, arrived, weights)
+            t2 = clock()
+            into["dispatch"].append(t1 - t0)
+            into["pair"].append(t2 - t0)
+        assert arrived is not None
         y = dispatcher.output_buffer(arrived)
         self._copy_rows(arrived.x, y)
-        self._barrier.wait()
-        t3 = clock()
-        _result = dispatcher.combine(y, arrived, weights)  # named, so that it is freed outside the timed part
-        t4 = clock()
-        into["dispatch"].append(t1 - t0)
-        into["pair"].append(t2 - t0)
-        into["combine"].append(t4 - t3)
+        for _ in range(repetitions):
+            result = None
+            self._barrier.wait()
+            t0 = clock()
+            result = dispatcher.combine(y, arrived, weights)
+            into["combine"].append(clock() - t0)
+        del result
 
     def _repeat_bound(self, into: dict[str, list[int]]) -> None:
         if self._bound is None:
