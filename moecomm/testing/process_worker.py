@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import queue
@@ -75,6 +76,7 @@ def worker_main(jobs: Connection, stacks: Connection) -> None:
         if isinstance(reply, Failed):
             # At once, not when all have reported: peers that wait for this rank must learn that it is gone.
             _leave_group()
+            gc.collect()  # an exception and its frames refer to each other; what they hold must not outlive the job
         finish = inbox.get()
         assert isinstance(finish, Finish), finish
         _leave_group()
