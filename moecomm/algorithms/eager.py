@@ -35,9 +35,6 @@ class Windows:
         exchange: what calls share.
         sizes: the fixed shapes.
         num_windows: calls whose messages are kept.
-
-    Attributes:
-        kept: per window what peers may still read of my last combine in it.
     """
 
     def __init__(self, exchange: Exchange, sizes: EagerSizes, num_windows: int) -> None:
@@ -47,14 +44,14 @@ class Windows:
         region = exchange.transport.allocate(num_windows * self._num_ranks * sizes.window_bytes)
         self._bases = [exchange.transport.peer(region, rank) or 0 for rank in range(self._num_ranks)]
         self._rank = exchange.rank
-        self.kept: list[Any] = [None] * num_windows
+        self._kept: list[Any] = [None] * num_windows
 
-    def index(self, sequence: int) -> int:
-        """The window of a call."""
-        return sequence % self._num_windows
+    def keep(self, sequence: int, rows: Any) -> None:
+        """Keeps what peers may still read of a call, and lets go of what was kept for an earlier one."""
+        self._kept[sequence % self._num_windows] = rows
 
     def _offset(self, sequence: int, source: int) -> int:
-        return (self.index(sequence) * self._num_ranks + source) * self._window_bytes
+        return (sequence % self._num_windows * self._num_ranks + source) * self._window_bytes
 
     def outgoing(self, sequence: int) -> list[int]:
         """Addresses of my windows at the peers, by rank."""

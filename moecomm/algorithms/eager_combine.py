@@ -89,7 +89,7 @@ class EagerCombine:
             refused=missing > 0,
         )
         exchange.sequencer.send_card(card, call, with_counts=False)
-        self.windows.kept[self.windows.index(call.sequence)] = kept
+        self.windows.keep(call.sequence, kept)
 
     def _share(self, plane: torch.Tensor) -> tuple[int, object | None]:
         """Where peers can read the plane, and what keeps it there; (0, None) if there is no space for it."""

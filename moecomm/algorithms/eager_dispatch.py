@@ -70,6 +70,7 @@ class EagerDispatch:
     def _send(self) -> None:
         exchange, call = self.exchange, self.call
         exchange.sequencer.await_readers(call)
+        self.windows.keep(call.sequence, None)
         (rows,) = self.row_format.encode(self.x)
         # Before anything is sent, so that the peers learn if there is no space.
         leased = exchange.fixed_blocks.lease(self.form.block.nbytes, self.form, self.form.num_used)
