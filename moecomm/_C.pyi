@@ -210,7 +210,7 @@ class ArenaUsage:
     live_bytes: int
     live_blocks: int
     peak_bytes: int
-    high_water: int
+    touched_bytes: int
     limit: int
     num_allocations: int
 

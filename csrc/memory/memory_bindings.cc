@@ -62,7 +62,7 @@ void bind_memory(py::module_& m) {
         .def_readonly("live_bytes", &ArenaUsage::live_bytes)
         .def_readonly("live_blocks", &ArenaUsage::live_blocks)
         .def_readonly("peak_bytes", &ArenaUsage::peak_bytes)
-        .def_readonly("high_water", &ArenaUsage::high_water)
+        .def_readonly("touched_bytes", &ArenaUsage::touched_bytes)
         .def_readonly("limit", &ArenaUsage::limit)
         .def_readonly("num_allocations", &ArenaUsage::num_allocations);
 

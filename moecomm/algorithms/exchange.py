@@ -131,7 +131,7 @@ class Exchange(Session):
             "announcements": self.sequencer.num_cards_with_counts,
             "receive_bytes_alive": usage.live_bytes,
             "receive_bytes_peak": usage.peak_bytes,
-            "receive_bytes_touched": usage.high_water,
+            "receive_bytes_touched": usage.touched_bytes,
             "receive_blocks_alive": usage.live_blocks,
             "memory_limit": usage.limit,
             "fixed_blocks_alive": self.memory.fixed_blocks(),

@@ -14,8 +14,10 @@ from moecomm.transports.base import Transport
 
 __all__ = ["ReceiveMemory", "default_memory_limit"]
 
-# Address space beyond the limit costs nothing and keeps fragmentation from ever mattering.
-_ADDRESS_SPACE_FACTOR = 2
+# Address space costs nothing. Twice the limit absorbs fragmentation; with more, tensors of similar size take each
+# other's place (csrc/memory/arena.h). All ranks' parts together get at most a 16th of the 2**47 bytes of a process.
+_LEAST_SPACE, _MOST_SPACE = 2, 4
+_MAPPABLE_BYTES = 2**43
 _PAGE = 4096
 
 
@@ -52,7 +54,8 @@ class ReceiveMemory:
 
     def __init__(self, transport: Transport, memory_limit: int, largest_limit: int, fixed_bytes: int) -> None:
         self.limit = memory_limit
-        arena_bytes = -(-largest_limit * _ADDRESS_SPACE_FACTOR // _PAGE) * _PAGE
+        wanted = min(_MOST_SPACE * largest_limit, _MAPPABLE_BYTES // transport.num_ranks)
+        arena_bytes = -(-max(wanted, _LEAST_SPACE * largest_limit) // _PAGE) * _PAGE
         self.region = transport.allocate(arena_bytes + fixed_bytes)
         self._mapping = transport.mapping(self.region)
         self._arena = _C.Arena(self._mapping, memory_limit, 0, arena_bytes)
@@ -129,7 +132,7 @@ class ReceiveMemory:
         return self._arriving.usage().live_blocks + self._leaving.usage().live_blocks
 
     def usage(self) -> _C.ArenaUsage:
-        """Bytes alive, their peak, and how far pages were ever touched."""
+        """Bytes alive, their peak, and those of the pages that were touched."""
         return self._arena.usage()
 
     def trim(self) -> int:

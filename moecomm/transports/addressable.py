@@ -48,8 +48,8 @@ class AddressableTransport(Transport):
     def no_memory(self, reason: str) -> TransportUnavailable:
         """What all ranks raise when one of them cannot make its part of a region."""
         remedy = (
-            "Construct the Communicator with a smaller memory_limit (twice as much address space is reserved for each "
-            "rank; it costs no memory), or raise the limit on address space (`ulimit -v`)."
+            "Construct the Communicator with a smaller memory_limit or max_tokens_per_rank (each rank reserves several "
+            "times that as address space, which costs no memory), or raise the limit on address space (`ulimit -v`)."
         )
         return TransportUnavailable(f"transport {self.name!r}", reason, remedy)
 
