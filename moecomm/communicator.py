@@ -195,6 +195,10 @@ class Communicator:
     ) -> Received:
         """Sends each token's row to the ranks of its experts. Collective; differentiable in `x` and `topk_weights`.
 
+        Backward is collective, too: if autograd records the call on one rank, it does on all. A recompute under
+        (non-reentrant) activation checkpointing must find the routing of the forward; reentrant checkpointing cannot be
+        checked.
+
         Arguments:
             x: `[T, H]`, any T (0 included, unequal between ranks); any float dtype, or uint8, int8, float8, int16,
                 int32, int64 rows, which pass through as they are.
@@ -217,6 +221,7 @@ class Communicator:
         Raises:
             ValueError, TypeError: a bad argument; the peers learn that this rank refused the call.
             MemoryLimitExceeded: some rank would receive too much; raised on all ranks, before anything is sent.
+            RoutingChanged: a recompute routes otherwise than the forward; the other ranks raise PeerFailed.
             CallMismatch, PeerTimeout, PeerLost, PeerFailed: the ranks did not all make the same call in time.
         """
         layout = layout or _DEFAULT_LAYOUT.get(mode, "expert_major")

@@ -91,7 +91,7 @@ class MemoryLimitExceeded(MoecommError):
 
 
 class RoutingChanged(MoecommError):
-    """The routing seen in backward (after a recompute) is not the one of the forward."""
+    """Under activation checkpointing a recompute has routed otherwise than the forward."""
 
 
 class TooManyInFlight(MoecommError):

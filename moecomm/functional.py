@@ -11,6 +11,10 @@ Operators take tensors and numbers only, so a handle travels as its tensors (`ro
 and a communicator as its id. A `form` is a layout, followed by `:capacity` where the shape is fixed. Outputs that do
 not exist (no weights, no local ids) are empty tensors. Shapes follow from the arguments alone, so that a compiled graph
 may be kept for other communicators and other processes.
+
+To a compiler they are pure functions: it keeps the order that data dictate, as between the layers of a model. Two
+exchanges of one graph that do not need each other, such as those of two halves of a batch, are in program order only
+with backends that do not schedule anew (not inductor); compile such halves each by itself.
 """
 
 from __future__ import annotations
