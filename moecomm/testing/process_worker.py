@@ -65,6 +65,7 @@ def worker_main(jobs: Connection, stacks: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what has been imported stays; collecting after each job need not look at it
     inbox: queue.SimpleQueue[Job | Finish] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(jobs, inbox), name="jobs", daemon=True).start()
     jobs.send("ready")
@@ -76,10 +77,10 @@ def worker_main(jobs: Connection, stacks: Connection) -> None:
         if isinstance(reply, Failed):
             # At once, not when all have reported: peers that wait for this rank must learn that it is gone.
             _leave_group()
-            gc.collect()  # an exception and its frames refer to each other; what they hold must not outlive the job
         finish = inbox.get()
         assert isinstance(finish, Finish), finish
         _leave_group()
+        gc.collect()  # what the job left in cycles (an exception and its frames, say) must not outlive it
         jobs.send_bytes(pickle.dumps(Finish()))
 
 
