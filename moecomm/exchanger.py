@@ -33,6 +33,25 @@ _CHANGED = (
 )
 
 _ids = itertools.count()
+
+
+class _Forks:
+    """Counts the forks that lie between this process and the one that first watched; cheaper than asking who we are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watched = False
+
+    def watch(self) -> None:
+        if not self._watched:
+            self._watched = True
+            os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.count += 1
+
+
+_forks = _Forks()
 _live: weakref.WeakValueDictionary[int, Exchanger] = weakref.WeakValueDictionary()
 
 
@@ -79,6 +98,8 @@ class Exchanger:
         self._log = RoutingLog()
         self._closed = False
         self._pid = os.getpid()
+        self._num_forks = _forks.count
+        _forks.watch()
         _live[self.id] = self
 
     def capacity(self, mode: str, layout: str, expert_alignment: int) -> int:
@@ -308,7 +329,7 @@ class Exchanger:
     @property
     def is_forked(self) -> bool:
         """Whether this is a copy in a child process of the one that constructed it."""
-        return os.getpid() != self._pid
+        return _forks.count != self._num_forks
 
     def _check_open(self) -> None:
         if self._closed:

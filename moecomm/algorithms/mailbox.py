@@ -28,7 +28,6 @@ MAX_PLANES = 4
 _LINE = 64
 
 # Call number, operation, 8 words of signature; offsets of the planes, need, limit, refused, recording.
-_AGREED = struct.Struct("10q")
 _CARD = struct.Struct("10q4q4q")
 _GRANT = struct.Struct("5q")
 _NOTICE = struct.Struct("3q1000s")
@@ -136,17 +135,12 @@ class Mailbox:
     def cards(self, sequence: int) -> list[Card]:
         """Everybody's cards for this call, by rank, once the counters say that they are there."""
         cards = []
+        start = self._offset(0, sequence, 0)
         for source in self._ranks:
-            words = _CARD.unpack_from(self._view, self._offset(0, sequence, source))
+            words = _CARD.unpack_from(self._view, start + source * self._sizes[0])
             flags = (bool(words[16]), bool(words[17]))
             cards.append(Card(words[0], words[1], words[2:10], words[10:14], words[14], words[15], *flags))
         return cards
-
-    def all_agree(self, sequence: int) -> bool:
-        """Whether all cards show the same call."""
-        starts = [self._offset(0, sequence, source) for source in self._ranks]
-        first = self._view[starts[0] : starts[0] + _AGREED.size]
-        return all(self._view[start : start + _AGREED.size] == first for start in starts[1:])
 
     def counts(self, sequence: int) -> npt.NDArray[np.int32]:
         """`[R, E + R]` int32: a copy of the counts on everybody's cards."""

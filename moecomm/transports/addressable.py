@@ -17,6 +17,7 @@ __all__ = ["AddressableTransport"]
 
 # Long enough for a peer on another core to finish a microsecond's work, short against a scheduler's time slice.
 _SPIN_NS = 50_000
+_OUTCOMES = (WaitOutcome.REACHED, WaitOutcome.TIMEOUT, WaitOutcome.LOST)
 
 
 class AddressableTransport(Transport):
@@ -91,7 +92,7 @@ class AddressableTransport(Transport):
         self.board.signal(rank, slot, n)
 
     def wait(self, slot: int, at_least: int, timeout: float) -> WaitOutcome:
-        return WaitOutcome(self.board.wait(slot, at_least, timeout))
+        return _OUTCOMES[self.board.wait(slot, at_least, timeout)]
 
     def lane(self, slot: int, source: int) -> int:
         return self.board.lane(slot, source)
