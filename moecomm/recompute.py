@@ -17,7 +17,7 @@ def is_recomputing() -> bool:
     otherwise; the check in the backward does not depend on it.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook.")
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook.")
 
 
 class RoutingLog:

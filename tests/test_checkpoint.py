@@ -193,6 +193,23 @@ def test_a_checkpoint_in_a_compiled_function(kept):
     assert all(same)
 
 
+def hooked_rank(group, pack):
+    inputs = inputs_of(group)
+    with communicator_of(group) as communicator:
+        at_home(communicator, *inputs).square().sum().backward()
+        expected = gradients_of(inputs)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+            out = at_home(communicator, *inputs)
+        out.square().sum().backward()
+        return [torch.equal(one, other) for one, other in zip(gradients_of(inputs), expected, strict=True)]
+
+
+@pytest.mark.parametrize("pack", [torch.clone, functools.partial(torch.clone)], ids=["function", "no function"])
+def test_hooks_on_saved_tensors(pack):
+    """As offloading uses them. What comes back is another tensor with the same stamp."""
+    assert all(all(same) for same in launch(hooked_rank, 2, pack))
+
+
 # -- a recompute that routes otherwise -------------------------------------------------------------------------------
 
 FIRST = torch.tensor([[0, 1, 2], [3, 4, 0], [4, -1, 1], [2, 2, 3]])
