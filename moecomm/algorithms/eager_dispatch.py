@@ -14,6 +14,7 @@ from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.fixed_blocks import FixedBlock
 from moecomm.algorithms.mailbox import Card
+from moecomm.algorithms.plan import overflow_message
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, signature_of
 from moecomm.codecs.base import RowFormat
@@ -165,7 +166,4 @@ class EagerDispatch:
     def _overflow(self, overflow: Overflow) -> ValueError:
         self.call.is_agreed_failure = True
         what = f"expert {overflow.index}" if self.form.capacity else f"rank {overflow.index}"
-        return ValueError(
-            f"{self.call.title}: {overflow.need} rows for {what}, but there is room for {overflow.room}: tokens name "
-            "experts of theirs more than once; remove the duplicates, or use mode='throughput'"
-        )
+        return ValueError(f"{self.call.title}: {overflow_message(what, overflow.need, overflow.room)}")

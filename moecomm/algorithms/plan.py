@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from moecomm.placement import Placement
 
-__all__ = ["BlockLayout", "Layout", "Plan", "block_layout", "plan_exchange"]
+__all__ = ["BlockLayout", "Layout", "Plan", "block_layout", "overflow_message", "plan_exchange"]
 
 Layout = Literal["expert_major", "flat", "slab"]
 
@@ -73,7 +73,7 @@ def plan_exchange(
         rows = np.full_like(expert_rows, capacity) if capacity else expert_rows
         if capacity and expert_rows.max() > capacity:
             full = int(expert_rows.argmax())
-            raise ValueError(f"{expert_rows[full]} rows for rank {full}, but there is room for {capacity}")
+            raise ValueError(overflow_message(f"rank {full}", expert_rows[full], capacity))
         bases = ends[:-1] - rank_starts[placement.rank_of_expert]
         bases += np.add.reduce(counts[:rank, :num_experts], axis=0, dtype=np.int64)
     else:
@@ -99,7 +99,7 @@ def _plan_slabs(
 ) -> Plan:
     full = int(totals.argmax())
     if totals[full] > capacity:
-        raise ValueError(f"{totals[full]} rows for expert {full}, but there is room for {capacity}")
+        raise ValueError(overflow_message(f"expert {full}", totals[full], capacity))
     starts = placement.expert_local.numpy().astype(np.int64) * capacity
     begin, end = placement.expert_range(rank)
     return Plan(
@@ -107,6 +107,14 @@ def _plan_slabs(
         rows_per_rank=[len(placement.local_experts(peer)) * capacity for peer in range(placement.num_ranks)],
         num_tokens_per_expert=totals[begin:end].astype(np.int32),
         offsets=(starts + totals)[begin:end].astype(np.int32),
+    )
+
+
+def overflow_message(what: str, need: int, room: int) -> str:
+    """Says that a fixed shape has no room for the rows of an expert or a rank."""
+    return (
+        f"{need} rows for {what}, but there is room for {room}: tokens name experts of theirs more than once; remove the "
+        "duplicates, or use mode='throughput'"
     )
 
 
