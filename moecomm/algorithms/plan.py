@@ -113,8 +113,8 @@ def _plan_slabs(
 def overflow_message(what: str, need: int, room: int) -> str:
     """Says that a fixed shape has no room for the rows of an expert or a rank."""
     return (
-        f"{need} rows for {what}, but there is room for {room}: tokens name experts of theirs more than once; remove the "
-        "duplicates, or use mode='throughput'"
+        f"{need} rows for {what}, but there is room for {room}: tokens name experts of theirs more than once; remove "
+        "the duplicates, or use mode='throughput'"
     )
 
 
