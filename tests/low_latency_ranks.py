@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import torch
+from exchange_ranks import Batch
 
 from moecomm import Communicator
 from moecomm.testing import reference_combine, reference_dispatch
@@ -108,3 +109,27 @@ def spread_over(received, rows, offsets):
     for expert, (start, count) in enumerate(zip(starts, received.num_tokens_per_expert.tolist(), strict=True)):
         y[expert, :count] = rows[start : start + count]
     return y
+
+
+def check_received(received, batch, rank):
+    expected = batch.received(rank)
+    rows = rows_in_order(received, received.x) if received.handle.layout == "slab" else received.x
+    assert_bitwise_equal(rows[: expected.x.shape[0]], expected.x, f"rank {rank}, {batch}: x")
+    assert padding_is_zero(received)
+
+
+def check_exchange(comm, seed, layout="slab"):
+    """One dispatch and one combine in low-latency mode; what they leave in memory is poisoned."""
+    batch = Batch(comm.num_ranks, seed)
+    received = batch.send(comm, mode="low_latency", layout=layout)
+    check_received(received, batch, comm.rank)
+    batch.check_home(comm.combine(received.x, received.handle), comm.rank)
+    batch.send(comm, mode="low_latency", layout=layout).x.fill_(float("nan"))
+
+
+def check_exchange_patiently(comm, seed):
+    """For communicators that soon lose patience: what is to work may take its time on a busy machine."""
+    sequencer = comm._exchanger.session.sequencer
+    timeout, sequencer.timeout = sequencer.timeout, 20
+    check_exchange(comm, seed)
+    sequencer.timeout = timeout

@@ -5,48 +5,21 @@ from functools import partial
 
 import pytest
 import torch
-from exchange_ranks import HIDDEN, Batch, caught
-from exchange_ranks import open_communicator as open_small
+from exchange_ranks import HIDDEN, Batch, caught, open_communicator
 from kernel_cases import bytes_at
-from low_latency_ranks import low_latency_of, padding_is_zero, rows_in_order
+from low_latency_ranks import check_exchange, check_received, low_latency_of, padding_is_zero
 
 from moecomm.testing import launch
-from moecomm.testing.compare import assert_bitwise_equal
 
 BACKENDS = ["threads", "stepped", "processes"]
 ODD = 1  # the rank that does something else
-open_communicator = partial(open_small, max_tokens_per_rank=8)
-
-
-def check_received(received, batch, rank):
-    expected = batch.received(rank)
-    rows = rows_in_order(received, received.x) if received.handle.layout == "slab" else received.x
-    assert_bitwise_equal(rows[: expected.x.shape[0]], expected.x, f"rank {rank}, {batch}: x")
-    assert padding_is_zero(received)
-
-
-def check_exchange(comm, seed, layout="slab"):
-    """One dispatch and one combine in low-latency mode; what they leave in memory is poisoned."""
-    batch = Batch(comm.num_ranks, seed)
-    received = batch.send(comm, mode="low_latency", layout=layout)
-    check_received(received, batch, comm.rank)
-    batch.check_home(comm.combine(received.x, received.handle), comm.rank)
-    batch.send(comm, mode="low_latency", layout=layout).x.fill_(float("nan"))
-
-
-def check_exchange_patiently(comm, seed):
-    """For communicators that soon lose patience: what is to work may take its time on a busy machine."""
-    sequencer = comm._exchanger.session.sequencer
-    timeout, sequencer.timeout = sequencer.timeout, 20
-    check_exchange(comm, seed)
-    sequencer.timeout = timeout
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def too_many_tokens(group, everywhere):
-    with open_communicator(group) as comm:
+    with open_communicator(group, max_tokens_per_rank=8) as comm:
         for seed in range(5):  # every window has been used
             check_exchange(comm, seed)
         windows = comm._exchanger.session.algorithms["low_latency"]._windows
@@ -76,7 +49,7 @@ def test_too_many_tokens_are_named_with_both_numbers_on_every_rank(backend, ever
 
 def overflow(group, transport, layout):
     """All tokens name expert 0 twice: too many rows for it, and for its rank."""
-    with open_communicator(group, num_experts=3, transport=transport) as comm:
+    with open_communicator(group, max_tokens_per_rank=8, num_experts=3, transport=transport) as comm:
         idx = torch.zeros(8, 2, dtype=torch.int64)
         seen = [caught(partial(low_latency_of, comm, torch.ones(8, HIDDEN), idx, layout=layout)) for _ in range(6)]
         fitting = low_latency_of(comm, torch.ones(4, HIDDEN), idx[:4], layout=layout)
@@ -102,7 +75,7 @@ def test_duplicates_that_do_not_fit_are_the_same_error_everywhere(backend, layou
 def run_out_of_space(group, where):
     """Rank 1 lets nothing that it got die."""
     kept = []
-    with open_communicator(group) as comm:
+    with open_communicator(group, max_tokens_per_rank=8) as comm:
         batch = Batch(group.size, 2)
         if where == "dispatch":
             for _ in range(400):
@@ -142,7 +115,7 @@ def mix(group, seed):
     """A program of calls in all modes that every rank makes alike, with results awaited in another order on each."""
     program, mine = random.Random(seed), random.Random(1000 * seed + group.rank)
     depth = program.choice([1, 2, 3, 4])
-    with open_communicator(group, max_in_flight=depth) as comm:
+    with open_communicator(group, max_tokens_per_rank=8, max_in_flight=depth) as comm:
         pending, handles = [], []
         for _ in range(60):
             if len(pending) == depth or (pending and program.random() < 0.3):
@@ -196,7 +169,7 @@ def test_modes_may_be_mixed_in_any_agreed_order(backend, num_ranks, seed):
 
 def disagree(group, case):
     """Rank 1 makes its calls in another order, or another call."""
-    with open_communicator(group) as comm:
+    with open_communicator(group, max_tokens_per_rank=8) as comm:
         batch = Batch(group.size, 2)
         received = batch.send(comm, mode="low_latency")
         slow = partial(batch.send, comm, "dispatch_async")
