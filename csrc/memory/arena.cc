@@ -13,19 +13,21 @@ namespace {
 // most 1.25 times as much as that many tensors of the largest size.
 constexpr std::size_t kSimilar = 8;
 
+constexpr std::size_t kLargePage = std::size_t{1} << 21;
+
 std::size_t with_room(std::size_t size) { return size + size / 4; }
 
-std::size_t round_up(std::size_t nbytes, std::size_t unit = Arena::kGranularity) {
-    return std::max<std::size_t>(1, (nbytes + unit - 1) / unit) * unit;
+std::size_t round_up(std::size_t nbytes) {
+    return std::max<std::size_t>(1, (nbytes + Arena::kGranularity - 1) / Arena::kGranularity) * Arena::kGranularity;
 }
 
 }  // namespace
 
 Arena::Arena(std::shared_ptr<Mapping> mapping, std::size_t limit, std::size_t begin, std::size_t nbytes)
-    : mapping_(std::move(mapping)), limit_(limit), begin_(begin) {
+    : mapping_(std::move(mapping)), limit_(limit), begin_(begin), end_(begin + nbytes / kGranularity * kGranularity) {
     MC_CHECK(begin % kGranularity == 0 && begin <= mapping_->nbytes() && nbytes <= mapping_->nbytes() - begin,
              "Arena: the range lies outside the mapping");
-    const std::size_t size = nbytes / kGranularity * kGranularity;
+    const std::size_t size = end_ - begin_;
     if (size > 0) holes_[begin] = size;
     if (size / 2 > limit) spare_ = size - 2 * limit;
 }
@@ -157,13 +159,18 @@ std::size_t Arena::trim() {
 std::size_t Arena::trim_locked() {
     const std::size_t before = touched_bytes_;
     auto block = blocks_.begin();
+    const std::size_t base = mapping_->address();
+    std::size_t from = begin_;
     for (const auto& [start, end] : touched_) {
-        std::size_t from = start;
-        for (; block != blocks_.end() && block->first < end; ++block) {
-            mapping_->punch(from, block->first - from);
+        // Where the system gives large pages, what lies beside a block is there as well.
+        from = std::max(from, start - std::min(start, (base + start) % kLargePage));
+        const std::size_t to = std::min(end_, end + (kLargePage - (base + end) % kLargePage) % kLargePage);
+        for (; block != blocks_.end() && block->first < to; ++block) {
+            if (block->first > from) mapping_->punch(from, block->first - from);
             from = block->first + block->second.size;
         }
-        mapping_->punch(from, end - from);
+        if (to > from) mapping_->punch(from, to - from);
+        from = std::max(from, to);
     }
     touched_.clear();
     touched_bytes_ = 0;

@@ -61,7 +61,7 @@ class Arena {
 
     const std::shared_ptr<Mapping> mapping_;
     const std::size_t limit_;
-    const std::size_t begin_;
+    const std::size_t begin_, end_;
     std::size_t spare_ = 0;  // address space left for shares beyond their blocks
     mutable std::mutex mutex_;
     std::map<std::size_t, std::size_t> holes_;    // offset -> bytes
