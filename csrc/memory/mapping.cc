@@ -60,6 +60,8 @@ std::shared_ptr<Mapping> Mapping::open_peer(int pid, int fd, std::size_t nbytes)
     }
 }
 
+Mapping::Mapping(void* base, std::size_t nbytes, int fd) : base_(base), nbytes_(nbytes), fd_(fd), owner_(getpid()) {}
+
 Mapping::~Mapping() {
     munmap(base_, nbytes_);
     close_fd();
@@ -71,7 +73,7 @@ void Mapping::close_fd() {
 }
 
 void Mapping::punch(std::size_t offset, std::size_t nbytes) {
-    if (nbytes == 0) return;
+    if (nbytes == 0 || getpid() != owner_) return;
     // MADV_REMOVE frees the pages of a shared file for every process that maps it; private pages are just dropped.
     char* start = static_cast<char*>(base_) + offset;
     if (madvise(start, nbytes, MADV_REMOVE) != 0 && madvise(start, nbytes, MADV_DONTNEED) != 0) fail("madvise");

@@ -26,17 +26,19 @@ class Mapping {
     int fd() const { return fd_; }
     // The descriptor is needed for punch(); peers need it only while they open.
     void close_fd();
-    // Gives the pages of [offset, offset + nbytes) back to the system; they read as zero afterwards.
+    // Gives the pages of [offset, offset + nbytes) back to the system; they read as zero afterwards. Does nothing in a
+    // forked child, to whom they do not belong.
     void punch(std::size_t offset, std::size_t nbytes);
     // Pages of the mapping that are in memory, in bytes.
     std::size_t resident_bytes() const;
 
   private:
-    Mapping(void* base, std::size_t nbytes, int fd) : base_(base), nbytes_(nbytes), fd_(fd) {}
+    Mapping(void* base, std::size_t nbytes, int fd);
 
     void* base_;
     std::size_t nbytes_;
     int fd_;
+    const int owner_;  // the process that made this
 };
 
 }  // namespace moecomm
