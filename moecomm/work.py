@@ -16,8 +16,8 @@ T = TypeVar("T")
 class Work(Generic[T]):
     """A dispatch or combine that has begun. It needs no thread: what is left of it runs in `wait` or `done`.
 
-    Waiting for it first carries the calls begun before it to their end, so ranks may wait in different orders. That holds
-    within one communicator; from one communicator to another, all ranks must go in the same order.
+    Waiting for it first carries the calls begun before it to their end, so ranks may wait in different orders. This
+    holds within one communicator; from one communicator to another, all ranks must go in the same order.
 
     Arguments:
         session: carries the call.
