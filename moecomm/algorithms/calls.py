@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from moecomm.algorithms.signature import Operation, Signature
+from moecomm.algorithms.signature import Operation, Words
 
 __all__ = ["LANE_BEGUN", "LANE_DONE", "LANE_GRANTED", "LANE_NOTICED", "NUM_LANES", "Call", "Phase"]
 
@@ -21,60 +20,74 @@ NUM_LANES = 4
 _LANE_NAMES = ("has not made the call", "has not granted receive memory", "has not finished its part")
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """A step of a call.
 
     Attributes:
         name: for messages.
         lane: counter that every rank must have brought up to this call before the step may run; None = no wait.
-        run: the step.
+        run: the step, given the call's job.
     """
 
     name: str
     lane: int | None
-    run: Callable[[], None]
+    run: Callable[[Any], None]
 
 
 class Call:
     """One operation of one rank, from its first phase to its result.
 
-    Attributes:
+    Arguments:
         operation: what it does.
-        signature: what the ranks must agree on; None for a call that is only refused.
-        sequence: its number in the communicator; set when it begins.
+        words: what the ranks must agree on.
         phases: the first never waits, each later one only at its start.
+        job: what the phases work on; let go of at the end.
+        recording: autograd records the call here. Ranks need not agree.
+
+    Attributes:
+        operation, words, phases, job, recording: as given.
+        sequence: its number in the communicator; set when it begins.
+        num_run: phases that have run.
         result: after the last phase.
         error: why it failed, without a traceback.
         settled: all phases have run, or it failed.
+        recorded: autograd records the call on some rank.
+        is_agreed_failure: the failure follows from what all ranks know: all raise the same error, whoever finds it
+            first.
+        blocks: arena blocks that peers may still write or read when the call fails.
     """
 
-    def __init__(self, operation: Operation, signature: Signature | None) -> None:
+    __slots__ = (
+        *("operation", "words", "phases", "job", "recording", "sequence", "num_run", "result", "error", "settled"),
+        *("recorded", "is_agreed_failure", "blocks"),
+    )
+
+    def __init__(
+        self,
+        operation: Operation,
+        words: Words = (),
+        phases: tuple[Phase, ...] = (),
+        job: Any = None,
+        recording: bool = False,
+    ) -> None:
         self.operation = operation
-        self.signature = signature
+        self.words = words
+        self.phases = phases
+        self.job = job
+        self.recording = recording
         self.sequence = -1
-        self.phases: tuple[Phase, ...] = ()
         self.num_run = 0
         self.result: Any = None
         self.error: Exception | None = None
         self.settled = False
         self.recorded = False
-        """Autograd records the call on some rank."""
         self.is_agreed_failure = False
-        """The failure follows from what all ranks know: all raise the same error, whoever finds it first."""
         self.blocks: list[Any] = []
-        """Arena blocks that peers may still write or read when the call fails."""
 
     @property
     def title(self) -> str:
         """Such as `dispatch #17`."""
         return f"{self.operation.title} #{self.sequence}"
-
-    @property
-    def words(self) -> tuple[int, ...]:
-        """The signature as it is sent."""
-        assert self.signature is not None
-        return self.signature.words()
 
     @property
     def next_phase(self) -> Phase:
@@ -94,7 +107,7 @@ class Call:
     def settle(self) -> None:
         """Ends the call and lets go of what its phases held."""
         self.settled = True
-        self.phases = ()
+        self.job = None
 
     @staticmethod
     def lacking(lane: int) -> str:

@@ -22,7 +22,7 @@ from moecomm.algorithms.collective_rows import RowExchange, as_bytes, join_plane
 from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.plan import block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
-from moecomm.algorithms.signature import Operation, Signature, signature_of
+from moecomm.algorithms.signature import Operation, describe, words_of
 from moecomm.codecs.base import RowFormat
 from moecomm.errors import (
     CallMismatch,
@@ -42,6 +42,9 @@ __all__ = ["Collective"]
 _CARD_WORDS = 12
 _TEXT_BYTES = 960
 _REMEDY = "Construct the Communicator with a torch.distributed group of backend 'gloo' (or 'cpu:gloo,...')."
+
+
+_PHASES = (Phase("exchange", None, lambda exchange: exchange()),)
 
 
 class Collective(Session):
@@ -89,9 +92,8 @@ class Collective(Session):
     def begin_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:
-        """As `Algorithm.begin_dispatch`."""
         operation = Operation.DISPATCH if routing.routes is None else Operation.CACHED_DISPATCH
-        call = Call(operation, signature_of(routing, row_format, topk_weights))
+        call = Call(operation, words_of(routing, row_format, topk_weights), _PHASES, recording=routing.recording)
         return self._begin(call, lambda: self._dispatch(call, x, routing, row_format, topk_weights))
 
     def begin_combine(
@@ -103,15 +105,14 @@ class Collective(Session):
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
     ) -> Call:
-        """As `Algorithm.begin_combine`."""
-        call = Call(Operation.COMBINE, signature_of(routing, row_format, values))
+        call = Call(Operation.COMBINE, words_of(routing, row_format, values), _PHASES, recording=routing.recording)
         return self._begin(call, lambda: self._combine(call, y, routing, row_format, topk_weights, values))
 
     def _begin(self, call: Call, exchange: Callable[[], None]) -> Call:
         self.check_room(call.operation)
         call.sequence = self._next_sequence
         self._next_sequence += 1
-        call.phases = (Phase("exchange", None, exchange),)
+        call.job = exchange
         self._outstanding.append(call)
         return call
 
@@ -147,7 +148,7 @@ class Collective(Session):
     def _run_oldest(self) -> None:
         call = self._outstanding.popleft()
         try:
-            call.phases[0].run()
+            call.phases[0].run(call.job)
         except RuntimeError as error:
             # What the process group reports when a peer is gone or too late.
             call.fail(TransportError(f"{call.title}: {error}", operation=call.title, peers=()))
@@ -176,8 +177,7 @@ class Collective(Session):
 
     def _agree(self, call: Call, counts: np.ndarray[Any, Any], need: int) -> np.ndarray[Any, Any]:
         """Compares the call with everybody's; gives `[R, E + R]` int32 counts."""
-        recording = call.signature is not None and call.signature.recording
-        card = np.array((call.sequence, call.operation, *call.words, need, recording), dtype=np.int64)
+        card = np.array((call.sequence, call.operation, *call.words, need, call.recording), dtype=np.int64)
         card = np.pad(card, (0, _CARD_WORDS - card.size))
         everybody = self._gather_cards(card, counts, None)
         for rank, message in enumerate(everybody):
@@ -190,8 +190,8 @@ class Collective(Session):
             if (theirs[:10] != card[:10]).any():
                 raise CallMismatch(
                     f"call #{call.sequence} differs between ranks: rank {self._group.rank} calls "
-                    f"{Signature.describe(call.operation, call.words)}, rank {rank} calls "
-                    f"{Signature.describe(int(theirs[1]), tuple(theirs[2:10].tolist()))}; every rank must make the "
+                    f"{describe(call.operation, call.words)}, rank {rank} calls "
+                    f"{describe(int(theirs[1]), tuple(theirs[2:10].tolist()))}; every rank must make the "
                     "same calls in the same order",
                     operation=call.title,
                     peers=(rank,),

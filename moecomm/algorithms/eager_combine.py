@@ -11,7 +11,7 @@ from moecomm.algorithms.calls import LANE_BEGUN, Call, Phase
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.mailbox import Card
 from moecomm.algorithms.routing import Routing
-from moecomm.algorithms.signature import Operation, signature_of
+from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
 from moecomm.kernels.eager import EagerKernels
 
@@ -63,11 +63,8 @@ class EagerCombine:
         self.planes = row_format.encode(y)
         if values is not None:
             self.planes += (values,)
-        self.call = Call(Operation.EAGER_COMBINE, signature_of(routing, row_format, values))
-        self.call.phases = (
-            Phase("send", None, self._send),
-            Phase("receive", LANE_BEGUN, self._receive),
-        )
+        words = words_of(routing, row_format, values)
+        self.call = Call(Operation.EAGER_COMBINE, words, self._phases, self, routing.recording)
 
     def _send(self) -> None:
         exchange, call = self.exchange, self.call
@@ -127,3 +124,5 @@ class EagerCombine:
         # What was read while its owner gave up is worth nothing.
         exchange.sequencer.check_notices(self.call)
         self.call.result = Returned(out, values)
+
+    _phases = (Phase("send", None, _send), Phase("receive", LANE_BEGUN, _receive))

@@ -16,7 +16,7 @@ from moecomm.algorithms.fixed_blocks import FixedBlock
 from moecomm.algorithms.mailbox import Card
 from moecomm.algorithms.plan import overflow_message
 from moecomm.algorithms.routing import Routing
-from moecomm.algorithms.signature import Operation, signature_of
+from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
 from moecomm.kernels.eager import Block, EagerKernels, Incoming, Overflow, Sorted
 
@@ -62,11 +62,8 @@ class EagerDispatch:
         value_bytes = 0 if topk_weights is None else topk_weights.element_size()
         self.form = sizes.form(routing.layout, routing.capacity, row_bytes, value_bytes)
         self.leased: FixedBlock | None = None
-        self.call = Call(Operation.EAGER_DISPATCH, signature_of(routing, row_format, topk_weights))
-        self.call.phases = (
-            Phase("send", None, self._send),
-            Phase("receive", LANE_BEGUN, self._receive),
-        )
+        words = words_of(routing, row_format, topk_weights)
+        self.call = Call(Operation.EAGER_DISPATCH, words, self._phases, self, routing.recording)
 
     def _send(self) -> None:
         exchange, call = self.exchange, self.call
@@ -167,3 +164,5 @@ class EagerDispatch:
         self.call.is_agreed_failure = True
         what = f"expert {overflow.index}" if self.form.capacity else f"rank {overflow.index}"
         return ValueError(f"{self.call.title}: {overflow_message(what, overflow.need, overflow.room)}")
+
+    _phases = (Phase("send", None, _send), Phase("receive", LANE_BEGUN, _receive))

@@ -9,7 +9,7 @@ from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, Call, Phase
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.mailbox import Card
 from moecomm.algorithms.routing import Routing
-from moecomm.algorithms.signature import Operation, signature_of
+from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
 
 __all__ = ["Combine"]
@@ -45,12 +45,8 @@ class Combine:
         self.planes = row_format.encode(y)
         if values is not None:
             self.planes += (values,)
-        self.call = Call(Operation.COMBINE, signature_of(routing, row_format, values))
-        self.call.phases = (
-            Phase("ready", None, self._ready),
-            Phase("pull", LANE_BEGUN, self._pull),
-            Phase("release", LANE_DONE, self._release),
-        )
+        words = words_of(routing, row_format, values)
+        self.call = Call(Operation.COMBINE, words, self._phases, self, routing.recording)
 
     def _ready(self) -> None:
         exchange = self.exchange
@@ -99,3 +95,5 @@ class Combine:
     def _release(self) -> None:
         self.exchange.sequencer.check_notices(self.call)
         self.call.blocks.clear()
+
+    _phases = (Phase("ready", None, _ready), Phase("pull", LANE_BEGUN, _pull), Phase("release", LANE_DONE, _release))

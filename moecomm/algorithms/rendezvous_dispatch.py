@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.mailbox import Card, Grant
 from moecomm.algorithms.plan import Plan, block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
-from moecomm.algorithms.signature import Operation, signature_of
+from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
 
 __all__ = ["Dispatch"]
@@ -59,21 +60,9 @@ class Dispatch:
             self.planes += (topk_weights.element_size() * (num_topk if self.flat else 1),)
         self.plan: Plan
         operation = Operation.CACHED_DISPATCH if self.cached else Operation.DISPATCH
-        self.call = Call(operation, signature_of(routing, row_format, topk_weights))
-        arrive = Phase("arrive", LANE_DONE, self._arrive)
-        if self.cached:
-            self.call.phases = (
-                Phase("grant", None, self._grant_cached),
-                Phase("push", LANE_BEGUN, self._push),
-                arrive,
-            )
-        else:
-            self.call.phases = (
-                Phase("announce", None, self._announce),
-                Phase("grant", LANE_BEGUN, self._grant),
-                Phase("push", LANE_GRANTED, self._push),
-                arrive,
-            )
+        phases = self._cached_phases if self.cached else self._phases
+        words = words_of(routing, row_format, topk_weights)
+        self.call = Call(operation, words, phases, self, routing.recording)
 
     def _announce(self) -> None:
         exchange, routing = self.exchange, self.routing
@@ -205,6 +194,18 @@ class Dispatch:
             routing=self.routing,
         )
         self.call.blocks.clear()
+
+    _phases: ClassVar[tuple[Phase, ...]] = (
+        Phase("announce", None, _announce),
+        Phase("grant", LANE_BEGUN, _grant),
+        Phase("push", LANE_GRANTED, _push),
+        Phase("arrive", LANE_DONE, _arrive),
+    )
+    _cached_phases: ClassVar[tuple[Phase, ...]] = (
+        Phase("grant", None, _grant_cached),
+        Phase("push", LANE_BEGUN, _push),
+        _phases[-1],
+    )
 
 
 def _view(block: _C.Block, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, LANE_NOTICED, NUM_LANES, Call
 from moecomm.algorithms.mailbox import Card, Grant, Mailbox, Notice
-from moecomm.algorithms.signature import Operation, Signature
+from moecomm.algorithms.signature import Operation, describe
 from moecomm.errors import (
     CallMismatch,
     CommunicatorClosed,
@@ -73,7 +73,7 @@ class Sequencer:
         self._number(call)
         self._outstanding.append(call)
         try:
-            call.phases[0].run()
+            call.phases[0].run(call.job)
         except BaseException as error:
             self._give_up(call, error)
             self._settle(call)
@@ -83,7 +83,7 @@ class Sequencer:
     def refuse(self, operation: Operation, error: Exception) -> None:
         """Counts a call that this rank's arguments do not allow, and tells the peers, who would wait for it."""
         self.make_room()
-        call = Call(operation, None)
+        call = Call(operation)
         self._number(call)
         self._give_up(call, error)
         self._catch_up()
@@ -153,7 +153,7 @@ class Sequencer:
         try:
             if phase.lane is not None:
                 self._await(call, phase.lane, call.sequence + 1)
-            phase.run()
+            phase.run(call.job)
         except Exception as error:
             call.fail(error)
             self._give_up(call, error)
@@ -218,9 +218,8 @@ class Sequencer:
         """Sends the card with which a call begins."""
         self.await_readers(call)
         self.num_cards_with_counts += with_counts
-        assert call.signature is not None
-        advance, recording = self.advance(LANE_BEGUN, call), call.signature.recording
-        self.mailbox.send_card(card, LANE_BEGUN, advance, with_counts=with_counts, recording=recording)
+        advance = self.advance(LANE_BEGUN, call)
+        self.mailbox.send_card(card, LANE_BEGUN, advance, with_counts=with_counts, recording=call.recording)
 
     def cards(self, call: Call) -> list[Card]:
         """Everybody's cards, by rank; they all show the same call.
@@ -244,8 +243,8 @@ class Sequencer:
         call.is_agreed_failure = True
         raise CallMismatch(
             f"call #{call.sequence} differs between ranks: rank {me} calls "
-            f"{Signature.describe(mine.operation, mine.signature)}, {self.transport.describe_peer(other)} calls "
-            f"{Signature.describe(theirs.operation, theirs.signature)}; every rank must make the same calls in the "
+            f"{describe(mine.operation, mine.signature)}, {self.transport.describe_peer(other)} calls "
+            f"{describe(theirs.operation, theirs.signature)}; every rank must make the same calls in the "
             "same order",
             operation=call.title,
             peers=(other,),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 
 from moecomm.algorithms.routing import Routing
 from moecomm.codecs.base import RowFormat, dtype_name
 
-__all__ = ["Operation", "Signature", "signature_of"]
+__all__ = ["Operation", "Words", "describe", "words_of"]
+
+Words = tuple[int, ...]
 
 
 class Operation(enum.IntEnum):
@@ -38,72 +40,40 @@ _TITLES = {
 _LAYOUTS = ("expert_major", "flat", "slab")
 
 
-class Signature(NamedTuple):
-    """What the ranks must agree on.
-
-    Attributes:
-        layout: `expert_major` or `flat`.
-        expert_alignment: of each expert's rows.
-        format: codec, dtype and hidden size of the rows, as their format writes them.
-        num_topk: K.
-        weights: 1 if a weight travels with each row, else 0.
-        origin: number of the dispatch that made the handle; -1 = none.
-        recording: autograd records the call here. The one thing that need not agree.
-    """
-
-    layout: str
-    expert_alignment: int
-    format: tuple[int, int, int]
-    num_topk: int
-    weights: int
-    origin: int
-    recording: bool
-
-    def words(self) -> tuple[int, ...]:
-        """The 8 integers that are sent."""
-        return (
-            _LAYOUTS.index(self.layout),
-            self.expert_alignment,
-            *self.format,
-            self.num_topk,
-            self.weights,
-            self.origin,
-        )
-
-    @staticmethod
-    def describe(operation: int, words: tuple[int, ...]) -> str:
-        """A call in words, from what was sent."""
-        layout, alignment, codec, dtype, hidden, num_topk, weights, origin = words
-        title = Operation(operation).title if operation in list(Operation) else f"operation {operation}"
-        text = (
-            f"{title}(hidden={hidden}, dtype={dtype_name(dtype)}, num_topk={num_topk}, "
-            f"layout={_LAYOUTS[layout] if 0 <= layout < len(_LAYOUTS) else layout}, expert_alignment={alignment}"
-        )
-        if codec:
-            text += f", codec={codec}"
-        text += f", travelling weights={'yes' if weights else 'no'}"
-        if origin >= 0:
-            text += f", handle of dispatch #{origin}"
-        return text + ")"
+@lru_cache(maxsize=256)
+def _shape_words(layout: str, expert_alignment: int, row_words: tuple[int, ...], num_topk: int, extra: bool) -> Words:
+    return _LAYOUTS.index(layout), expert_alignment, *row_words, num_topk, int(extra)
 
 
-def signature_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None) -> Signature:
-    """What the ranks of a call must agree on.
+def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None) -> Words:
+    """What the ranks of a call must agree on, as the 8 integers that are sent.
+
+    They are: layout; alignment; codec, dtype and hidden size of the rows; K; 1 if something travels beside each row;
+    number of the dispatch that made the handle, or -1.
 
     Arguments:
         routing: of the call.
         row_format: of its rows.
         extra: weights or values that travel beside the rows, or None.
     """
-    return Signature(
-        layout=routing.layout,
-        expert_alignment=routing.expert_alignment,
-        format=row_format.words,
-        num_topk=routing.topk_idx.shape[1],
-        weights=int(extra is not None),
-        origin=_origin(routing),
-        recording=routing.recording,
+    shape = (routing.layout, routing.expert_alignment, row_format.words, routing.topk_idx.shape[1], extra is not None)
+    return *_shape_words(*shape), _origin(routing)
+
+
+def describe(operation: int, words: Words) -> str:
+    """A call in words, from what was sent."""
+    layout, alignment, codec, dtype, hidden, num_topk, weights, origin = words
+    title = Operation(operation).title if operation in list(Operation) else f"operation {operation}"
+    text = (
+        f"{title}(hidden={hidden}, dtype={dtype_name(dtype)}, num_topk={num_topk}, "
+        f"layout={_LAYOUTS[layout] if 0 <= layout < len(_LAYOUTS) else layout}, expert_alignment={alignment}"
     )
+    if codec:
+        text += f", codec={codec}"
+    text += f", travelling weights={'yes' if weights else 'no'}"
+    if origin >= 0:
+        text += f", handle of dispatch #{origin}"
+    return text + ")"
 
 
 def _origin(routing: Routing) -> int:
