@@ -281,7 +281,7 @@ def test_what_was_posted_is_there_once_the_counter_is():
     inbox = [_C.Mapping.create_private(PAGE) for _ in ranks]
     message = bytearray(b"hello")
     source = (ctypes.c_char * 5).from_buffer(message)
-    ranks[0].post(ctypes.addressof(source), 5, [box.address for box in inbox], 1, 3)
+    ranks[0].post(ctypes.addressof(source), 5, [box.address for box in inbox], 0, 1, 3)
     assert [board.lane(1, 0) for board in ranks] == [3, 3]
     assert [bytes(box.view(0, 6)) for box in inbox] == [b"hello\0"] * 2
 

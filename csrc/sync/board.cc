@@ -149,6 +149,7 @@ bool SignalBoard::all_arrived(int slot, std::uint64_t at_least, std::int64_t sta
 WaitStatus SignalBoard::wait(int slot, std::uint64_t at_least, std::int64_t timeout_ns) {
     MC_CHECK(slot >= 0 && slot < num_slots_, "wait: slot out of range");
     if (reached(slot, at_least)) return WaitStatus::kReached;
+    if (timeout_ns <= 0) return lost(slot, at_least) ? WaitStatus::kLost : WaitStatus::kTimeout;  // only looked
     const std::int64_t start = now_ns();
     std::vector<int> late;
     for (int source = 0; source < num_ranks_; ++source) late.push_back(source);

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "sync/board.h"
+#include "sync/cards.h"
 #include "sync/process.h"
 
 namespace py = pybind11;
@@ -32,6 +33,20 @@ int wait_interruptible(SignalBoard& board, int slot, std::uint64_t at_least, dou
 }  // namespace
 
 void bind_sync(py::module_& m) {
+    m.def("read_cards", [](std::uint64_t address, std::int64_t stride_bytes, int num_ranks, int num_agreed, int refused,
+                           int recording, int first, int num_columns) {
+        std::vector<std::int64_t> words;
+        const CardState state =
+            read_cards({address, stride_bytes, num_ranks, num_agreed, refused, recording}, first, num_columns, words);
+        py::list columns;
+        for (int column = 0; column < num_columns && state != CardState::kDiffer; ++column) {
+            py::list values(static_cast<std::size_t>(num_ranks));
+            for (int rank = 0; rank < num_ranks; ++rank)
+                values[static_cast<std::size_t>(rank)] = words[static_cast<std::size_t>(column) * num_ranks + rank];
+            columns.append(values);
+        }
+        return py::make_tuple(static_cast<int>(state), columns);
+    });
     py::class_<SignalBoard>(m, "SignalBoard", "Counters by which ranks tell each other how far they are.")
         .def_static("board_bytes", &SignalBoard::board_bytes, py::arg("num_ranks"), py::arg("num_slots"))
         .def(py::init<int, int, std::vector<std::uint64_t>, const std::vector<int>&, std::int64_t,
@@ -43,10 +58,13 @@ void bind_sync(py::module_& m) {
         .def("total", &SignalBoard::total, py::arg("slot"))
         .def(
             "post",
-            [](SignalBoard& self, std::uint64_t source, std::size_t nbytes,
-               const std::vector<std::uint64_t>& destinations, int slot,
-               std::uint64_t n) { self.post(reinterpret_cast<const void*>(source), nbytes, destinations, slot, n); },
-            py::arg("source"), py::arg("nbytes"), py::arg("destinations"), py::arg("slot"), py::arg("n"))
+            [](SignalBoard& self, std::uint64_t source, std::size_t nbytes, std::vector<std::uint64_t> destinations,
+               std::uint64_t offset, int slot, std::uint64_t n) {
+                for (std::uint64_t& destination : destinations) destination += offset;
+                self.post(reinterpret_cast<const void*>(source), nbytes, destinations, slot, n);
+            },
+            py::arg("source"), py::arg("nbytes"), py::arg("destinations"), py::arg("offset"), py::arg("slot"),
+            py::arg("n"))
         .def("wait", &wait_interruptible, py::arg("slot"), py::arg("at_least"), py::arg("timeout"))
         .def("reached", &SignalBoard::reached, py::arg("slot"), py::arg("at_least"))
         .def("lane", &SignalBoard::lane, py::arg("slot"), py::arg("source"))

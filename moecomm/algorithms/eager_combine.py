@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import add
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from moecomm.algorithms.base import Returned
 from moecomm.algorithms.calls import LANE_BEGUN, Call, Phase
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.mailbox import Card
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
@@ -76,16 +76,8 @@ class EagerCombine:
             missing = missing or (plane.numel() * plane.element_size() if keeper is None else 0)
             offsets.append(offset)
             kept.append(keeper)
-        card = Card(
-            call.sequence,
-            call.operation,
-            call.words,
-            offsets=tuple(offsets),
-            need=missing,
-            limit=exchange.memory.fixed_limit,
-            refused=missing > 0,
-        )
-        exchange.sequencer.send_card(card, call, with_counts=False)
+        limit = exchange.memory.fixed_limit
+        exchange.sequencer.send_card(call, tuple(offsets), missing, limit, refused=missing > 0)
         self.windows.keep(call.sequence, kept)
 
     def _share(self, plane: torch.Tensor) -> tuple[int, object | None]:
@@ -108,13 +100,8 @@ class EagerCombine:
 
     def _receive(self) -> None:
         exchange, routing = self.exchange, self.routing
-        cards = exchange.sequencer.cards(self.call)
-        exchange.check_space(self.call, cards)
-        bases = exchange.bases
-        addresses = [
-            [base + card.offsets[plane] for base, card in zip(bases, cards, strict=True)]
-            for plane in range(len(self.planes))
-        ]
+        offsets = exchange.offsets(self.call, len(self.planes))
+        addresses = [list(map(add, exchange.bases, plane)) for plane in offsets]
         assert routing.routes is not None
         num_planes = len(self.row_format.plane_bytes)
         out = self.row_format.reduce(routing.routes.shape[0], routing.routes, addresses[:num_planes], self.topk_weights)

@@ -13,7 +13,6 @@ from moecomm.algorithms.calls import LANE_BEGUN, Call, Phase
 from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.fixed_blocks import FixedBlock
-from moecomm.algorithms.mailbox import Card
 from moecomm.algorithms.plan import overflow_message
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
@@ -80,22 +79,13 @@ class EagerDispatch:
             self.windows.outgoing(call.sequence),
         )
         self.stamp = (call.sequence, fingerprint)
-        card = Card(
-            call.sequence,
-            call.operation,
-            call.words,
-            offsets=(rows.shape[0],),
-            need=self.form.block.nbytes,
-            limit=exchange.memory.fixed_limit,
-            refused=leased is None,
-        )
-        exchange.sequencer.send_card(card, call, with_counts=False)
+        need, limit = self.form.block.nbytes, exchange.memory.fixed_limit
+        exchange.sequencer.send_card(call, (rows.shape[0],), need, limit, refused=leased is None)
         self.leased = leased
 
     def _receive(self) -> None:
         exchange, routing, form = self.exchange, self.routing, self.form
-        cards = exchange.sequencer.cards(self.call)
-        exchange.check_space(self.call, cards)
+        (num_tokens,) = exchange.offsets(self.call, 1)
         assert self.leased is not None
         address = self.leased.block.address
         block = Block(
@@ -109,7 +99,7 @@ class EagerDispatch:
         )
         incoming = Incoming(
             self.windows.incoming(self.call.sequence),
-            [card.offsets[0] for card in cards],
+            num_tokens,
             routing.topk_idx.shape[1],
             form.row_bytes,
             form.value_bytes,

@@ -10,7 +10,7 @@ import torch
 from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.fixed_blocks import FixedBlocks
-from moecomm.algorithms.mailbox import Card, Mailbox
+from moecomm.algorithms.mailbox import Mailbox
 from moecomm.algorithms.receive_memory import ReceiveMemory
 from moecomm.algorithms.sequencer import Sequencer
 from moecomm.algorithms.signature import Operation
@@ -72,13 +72,19 @@ class Exchange(Session):
         call.is_agreed_failure = True
         return self.memory.exceeded(call.title, self.transport.describe_peer(rank), need, limit)
 
-    def check_space(self, call: Call, cards: list[Card]) -> None:
-        """Raises MemoryLimitExceeded, on all ranks, if one has no space for its part of a call of fixed shape."""
-        for rank, card in enumerate(cards):
-            if card.refused:
-                call.is_agreed_failure = True
-                who = self.transport.describe_peer(rank)
-                raise self.memory.exceeded_fixed(call.title, who, card.need, card.limit)
+    def offsets(self, call: Call, num_planes: int) -> list[list[int]]:
+        """What all ranks say in a call of fixed shape: their offsets, by plane and rank.
+
+        Raises:
+            CallMismatch, PeerFailed: as `Sequencer.cards`.
+            MemoryLimitExceeded: on all ranks, if one has no space for its part.
+        """
+        offsets = self.sequencer.agreed(call, num_planes)
+        if offsets is not None:
+            return offsets
+        rank, card = next((rank, card) for rank, card in enumerate(self.sequencer.cards(call)) if card.refused)
+        call.is_agreed_failure = True
+        raise self.memory.exceeded_fixed(call.title, self.transport.describe_peer(rank), card.need, card.limit)
 
     def begin(self, call: Call) -> Call:
         """Numbers a call and runs its first phase."""

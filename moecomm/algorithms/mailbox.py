@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moecomm import _C
 from moecomm.transports.base import Transport
 
 __all__ = ["MAX_PLANES", "Card", "Grant", "Mailbox", "Notice"]
@@ -29,6 +30,10 @@ _LINE = 64
 
 # Call number, operation, 8 words of signature; offsets of the planes, need, limit, refused, recording.
 _CARD = struct.Struct("10q4q4q")
+# Words that must agree, where refused and recording are, and the first of the offsets.
+_CARD_WORDS = (10, 16, 17, 10)
+_RECORDED = 2
+_NOWHERE = (-1,) * MAX_PLANES
 _GRANT = struct.Struct("5q")
 _NOTICE = struct.Struct("3q1000s")
 _NOTICE_TEXT_BYTES = 1000
@@ -42,7 +47,7 @@ class Card(NamedTuple):
     Attributes:
         sequence: number of the call.
         operation: code of the operation.
-        signature: 8 integers that must agree on all ranks.
+        words: 8 integers that must agree on all ranks.
         offsets: where its planes lie in the arena (up to 4).
         need: bytes of receive memory it needs; 0 = none.
         limit: bytes it may have alive.
@@ -52,12 +57,12 @@ class Card(NamedTuple):
 
     sequence: int
     operation: int
-    signature: tuple[int, ...]
-    offsets: tuple[int, ...] = ()
-    need: int = 0
-    limit: int = 0
-    refused: bool = False
-    recording: bool = False
+    words: tuple[int, ...]
+    offsets: tuple[int, ...]
+    need: int
+    limit: int
+    refused: bool
+    recording: bool
 
 
 class Grant(NamedTuple):
@@ -99,6 +104,7 @@ class Mailbox:
     def __init__(self, transport: Transport, num_counts: int, num_slots: int) -> None:
         self._transport = transport
         self.num_slots = num_slots
+        self._num_ranks = transport.num_ranks
         self._ranks = range(transport.num_ranks)
         counts_start = _lines(_CARD.size)
         self._sizes = (counts_start + _lines(4 * num_counts), _lines(_GRANT.size), _lines(_NOTICE.size))
@@ -108,6 +114,7 @@ class Mailbox:
         self._marks_start = sum(sections)
         self._region = transport.allocate(self._marks_start + transport.num_ranks * _NUM_MARKS * 8)
         self._view = transport.mapping(self._region).view(0, self._region.nbytes)
+        self._card_addresses = [self._region.address + self._offset(0, slot, 0) for slot in range(num_slots)]
         cards = np.frombuffer(self._view[: sections[0]], dtype=np.uint8)
         cards = cards.reshape(num_slots, transport.num_ranks, self._sizes[0])
         self._counts = cards[:, :, counts_start:].view(np.int32)[:, :, :num_counts]
@@ -120,17 +127,26 @@ class Mailbox:
 
     def _offset(self, kind: int, sequence: int, source: int) -> int:
         slot = sequence % self._slots[kind]
-        return self._starts[kind] + (slot * len(self._ranks) + source) * self._sizes[kind]
+        return self._starts[kind] + (slot * self._num_ranks + source) * self._sizes[kind]
 
     def _post(self, kind: int, sequence: int, nbytes: int, lane: int, advance: int) -> None:
         offset = self._offset(kind, sequence, self._transport.rank)
         self._transport.post(self._region, offset, self._out_addresses[kind], nbytes, lane, advance)
 
-    def send_card(self, card: Card, lane: int, advance: int, *, with_counts: bool, recording: bool) -> None:
+    def send_card(self, card: Card, lane: int, advance: int, *, with_counts: bool) -> None:
         """Sends a card to every rank and adds `advance` to its counter `lane`."""
-        planes = card.offsets + (-1,) * (MAX_PLANES - len(card.offsets))
-        _CARD.pack_into(self._outgoing[0], 0, *card[:2], *card.signature, *planes, *card[4:7], recording)
-        self._post(0, card.sequence, self._sizes[0] if with_counts else _CARD.size, lane, advance)
+        sequence, operation, words, offsets, *rest = card
+        _CARD.pack_into(self._outgoing[0], 0, sequence, operation, *words, *offsets, *_NOWHERE[len(offsets) :], *rest)
+        self._post(0, sequence, self._sizes[0] if with_counts else _CARD.size, lane, advance)
+
+    def agreed(self, sequence: int, num_planes: int) -> tuple[list[list[int]], bool] | None:
+        """Everybody's offsets, by plane and rank, and whether anybody records the call.
+
+        None unless all cards show the same call and nobody refused; then `cards` says more.
+        """
+        address = self._card_addresses[sequence % self.num_slots]
+        state, offsets = _C.read_cards(address, self._sizes[0], self._num_ranks, *_CARD_WORDS, num_planes)
+        return (offsets, state == _RECORDED) if state else None
 
     def cards(self, sequence: int) -> list[Card]:
         """Everybody's cards for this call, by rank, once the counters say that they are there."""

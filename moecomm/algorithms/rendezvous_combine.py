@@ -7,7 +7,6 @@ import torch
 from moecomm.algorithms.base import Returned
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, Call, Phase
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.mailbox import Card
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
@@ -52,16 +51,7 @@ class Combine:
         exchange = self.exchange
         exchange.sequencer.release_quarantine()
         offsets, self.call.blocks, need = exchange.memory.share(self.planes)
-        card = Card(
-            self.call.sequence,
-            self.call.operation,
-            self.call.words,
-            offsets=offsets,
-            need=need,
-            limit=exchange.memory.limit,
-            refused=need > 0,
-        )
-        exchange.sequencer.send_card(card, self.call, with_counts=False)
+        exchange.sequencer.send_card(self.call, offsets, need, exchange.memory.limit, refused=need > 0)
 
     def _pull(self) -> None:
         exchange, routing = self.exchange, self.routing

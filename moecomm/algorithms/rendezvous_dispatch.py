@@ -14,7 +14,7 @@ from moecomm import _C
 from moecomm.algorithms.base import Arrival
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call, Phase
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.mailbox import Card, Grant
+from moecomm.algorithms.mailbox import Grant
 from moecomm.algorithms.plan import Plan, block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
@@ -71,8 +71,7 @@ class Dispatch:
             routing.topk_idx, placement.expert_rank, placement.num_ranks, exchange.mailbox.counts_out
         )
         self.stamp = (self.call.sequence, fingerprint)
-        card = Card(self.call.sequence, self.call.operation, self.call.words)
-        exchange.sequencer.send_card(card, self.call, with_counts=True)
+        exchange.sequencer.send_card(self.call, with_counts=True)
 
     def _reserve(self, counts: npt.NDArray[np.int32]) -> Grant:
         """Plans, and sets receive memory aside if there is enough."""
@@ -111,16 +110,7 @@ class Dispatch:
     def _grant_cached(self) -> None:
         assert self.routing.counts is not None
         grant = self._reserve(self.routing.counts.numpy())
-        card = Card(
-            self.call.sequence,
-            self.call.operation,
-            self.call.words,
-            offsets=(grant.offset,),
-            need=grant.need,
-            limit=grant.limit,
-            refused=grant.refused,
-        )
-        self.exchange.sequencer.send_card(card, self.call, with_counts=False)
+        self.exchange.sequencer.send_card(self.call, (grant.offset,), grant.need, grant.limit, refused=grant.refused)
 
     def _grants(self) -> list[Grant]:
         if not self.cached:

@@ -181,8 +181,9 @@ class Sequencer:
 
     def advance(self, lane: int, call: Call) -> int:
         """What to add to my lane so that it says: this rank has come that far with `call` and all before it."""
-        target = call.sequence + 1
-        step = max(0, target - self._sent[lane])
+        step = call.sequence + 1 - self._sent[lane]
+        if step <= 0:
+            return 0
         self._sent[lane] += step
         return step
 
@@ -214,12 +215,34 @@ class Sequencer:
             return
         self._await(call, LANE_BEGUN, begun)
 
-    def send_card(self, card: Card, call: Call, *, with_counts: bool) -> None:
-        """Sends the card with which a call begins."""
+    def send_card(
+        self,
+        call: Call,
+        offsets: tuple[int, ...] = (),
+        need: int = 0,
+        limit: int = 0,
+        *,
+        refused: bool = False,
+        with_counts: bool = False,
+    ) -> None:
+        """Sends the card with which a call begins; see `Card`."""
         self.await_readers(call)
         self.num_cards_with_counts += with_counts
-        advance = self.advance(LANE_BEGUN, call)
-        self.mailbox.send_card(card, LANE_BEGUN, advance, with_counts=with_counts, recording=call.recording)
+        card = Card(call.sequence, call.operation, call.words, offsets, need, limit, refused, call.recording)
+        self.mailbox.send_card(card, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts=with_counts)
+
+    def agreed(self, call: Call, num_planes: int) -> list[list[int]] | None:
+        """Everybody's offsets, by plane and rank; None if the ranks disagree, or one refused: then `cards` says more.
+
+        Raises:
+            PeerFailed: if a peer gave up on the call.
+        """
+        agreed = self.mailbox.agreed(call.sequence, num_planes)
+        self.check_notices(call)
+        if agreed is None:
+            return None
+        offsets, call.recorded = agreed
+        return offsets
 
     def cards(self, call: Call) -> list[Card]:
         """Everybody's cards, by rank; they all show the same call.
@@ -243,8 +266,8 @@ class Sequencer:
         call.is_agreed_failure = True
         raise CallMismatch(
             f"call #{call.sequence} differs between ranks: rank {me} calls "
-            f"{describe(mine.operation, mine.signature)}, {self.transport.describe_peer(other)} calls "
-            f"{describe(theirs.operation, theirs.signature)}; every rank must make the same calls in the "
+            f"{describe(mine.operation, mine.words)}, {self.transport.describe_peer(other)} calls "
+            f"{describe(theirs.operation, theirs.words)}; every rank must make the same calls in the "
             "same order",
             operation=call.title,
             peers=(other,),

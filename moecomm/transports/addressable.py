@@ -86,7 +86,7 @@ class AddressableTransport(Transport):
         ctypes.memmove(self._addresses[region.index][rank] + offset, address, nbytes)
 
     def post(self, region: Region, offset: int, address: int, nbytes: int, slot: int, n: int) -> None:
-        self.board.post(address, nbytes, [base + offset for base in self._addresses[region.index]], slot, n)
+        self.board.post(address, nbytes, self._addresses[region.index], offset, slot, n)
 
     def signal(self, rank: int, slot: int, n: int = 1) -> None:
         self.board.signal(rank, slot, n)
