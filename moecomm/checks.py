@@ -20,7 +20,7 @@ def _check_matrix(name: str, tensor: Any, shape: str) -> None:
         raise TypeError(f"{name} must be a tensor {shape}, got {type(tensor).__name__}")
     if tensor.dim() != 2:
         raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"{name} is on {tensor.device}; this communicator carries cpu tensors")
 
 
@@ -67,34 +67,38 @@ def check_dispatch(
         raise ValueError(f"topk_idx has {topk_idx.shape[0]} tokens, x has {x.shape[0]}")
     if not 1 <= topk_idx.shape[1] <= max_topk:
         raise ValueError(f"topk_idx has num_topk {topk_idx.shape[1]}, the communicator allows 1 to {max_topk}")
-    _check_weights(topk_weights, tuple(topk_idx.shape))
+    if topk_weights is not None:
+        _check_weights(topk_weights, topk_idx.shape)
 
 
-def _check_weights(topk_weights: Any, shape: tuple[int, ...]) -> None:
-    if topk_weights is None:
-        return
+def _check_weights(topk_weights: Any, shape: torch.Size) -> None:
     _check_matrix("topk_weights", topk_weights, "[num_tokens, num_topk]")
-    if tuple(topk_weights.shape) != shape:
+    if topk_weights.shape != shape:
         raise ValueError(f"topk_weights has shape {list(topk_weights.shape)}, topk_idx has {list(shape)}")
     if topk_weights.dtype not in SUMMABLE:
         raise TypeError(f"topk_weights must be floating point ({_names()}), got {topk_weights.dtype}")
 
 
-def check_combine(y: Any, topk_weights: Any, *, num_rows: int, hidden: int, routes: torch.Tensor, layout: str) -> None:
-    """Checks y `[N, H]` and topk_weights `[T, K]` or None against the routing."""
-    _check_matrix("y", y, "[num_rows, hidden]")
-    if y.shape[0] != num_rows:
-        raise ValueError(f"y has {y.shape[0]} rows, the dispatch of this handle brought {num_rows}")
-    if y.shape[1] != hidden:
-        raise ValueError(f"y has hidden size {y.shape[1]}, the communicator was made for hidden={hidden}")
+def check_combine(y: Any, topk_weights: Any, *, handle: Handle, hidden: int) -> None:
+    """Checks y `[N, H]` (slab: also `[E_local, capacity, H]`) and topk_weights `[T, K]` or None against the handle."""
+    num_rows, capacity, layout = handle.num_rows, handle.routing.capacity, handle.routing.layout
+    slabs = (num_rows // capacity, capacity, hidden) if layout == "slab" else None
+    if slabs is None or not isinstance(y, torch.Tensor) or y.shape != slabs or not y.is_cpu:
+        _check_matrix("y", y, "[num_rows, hidden]" if slabs is None else f"[num_rows, hidden] or {list(slabs)}")
+        if y.shape[0] != num_rows:
+            raise ValueError(f"y has {y.shape[0]} rows, the dispatch of this handle brought {num_rows}")
+        if y.shape[1] != hidden:
+            raise ValueError(f"y has hidden size {y.shape[1]}, the communicator was made for hidden={hidden}")
     if y.dtype not in SUMMABLE:
         raise TypeError(f"y: rows of dtype {y.dtype} cannot be summed; supported: {_names()}")
-    if topk_weights is not None and layout == "flat":
+    if topk_weights is None:
+        return
+    if layout == "flat":
         raise ValueError(
             "topk_weights: with layout 'flat' each row is already the weighted sum over its rank's experts; "
             "apply received.topk_weights there and combine without weights"
         )
-    _check_weights(topk_weights, tuple(routes.shape))
+    _check_weights(topk_weights, handle.routing.topk_idx.shape)
 
 
 def _names() -> str:

@@ -290,10 +290,10 @@ class Communicator:
         Raises:
             As `dispatch`.
         """
-        y = _rows_of(y, handle)
         if is_traced():
-            return functional.combine(y, handle, topk_weights)
+            return functional.combine(_rows_of(y, handle), handle, topk_weights)
         recording = is_recording(y, topk_weights)
+        y = _rows_of(y, handle) if recording else y
         call = self._exchanger.begin_combine(y, handle, topk_weights, make_room=True, recording=recording)
         return self._combined(call, y, handle, topk_weights)
 
@@ -306,10 +306,10 @@ class Communicator:
             TooManyInFlight: `max_in_flight` calls are outstanding already.
             As `combine`; errors of the exchange come from `wait`.
         """
-        y = _rows_of(y, handle)
         if is_traced():
-            return Work.done_with(functional.combine(y, handle, topk_weights))
+            return Work.done_with(functional.combine(_rows_of(y, handle), handle, topk_weights))
         recording = is_recording(y, topk_weights)
+        y = _rows_of(y, handle) if recording else y
         call = self._exchanger.begin_combine(y, handle, topk_weights, recording=recording)
         return Work(self._exchanger.session, call, lambda: self._combined(call, y, handle, topk_weights))
 
@@ -374,7 +374,7 @@ class Communicator:
         returned: Returned = self._exchanger.finish(call)
         if not call.recorded:
             return returned.x
-        sums, _ = record_combine(y, topk_weights, None, returned.x, None, handle)
+        sums, _ = record_combine(_rows_of(y, handle), topk_weights, None, returned.x, None, handle)
         return sums
 
 

@@ -137,6 +137,7 @@ class Exchanger:
                 algorithm = self.session.algorithms[mode]
                 algorithm.check_size(x.shape[0])
                 capacity = algorithm.capacity(layout, expert_alignment)
+                topk_idx = topk_idx if topk_idx.is_contiguous() else topk_idx.contiguous()
                 routing = Routing(topk_idx, layout, expert_alignment, capacity=capacity, recording=recording)
                 if is_remembered and is_recomputing():
                     self._check_recompute(topk_idx)
@@ -197,9 +198,7 @@ class Exchanger:
         try:
             hidden = self._width(y, values)
             check_handle(handle, self.id)
-            check_combine(
-                y, topk_weights, num_rows=handle.num_rows, hidden=hidden, routes=handle.routes, layout=handle.layout
-            )
+            check_combine(y, topk_weights, handle=handle, hidden=hidden)
             row_format = self._codec.row_format(hidden, y.dtype)
             y, topk_weights, values = y.contiguous(), _kept(topk_weights, y.dtype), _kept(values, y.dtype)
         except Exception as error:
@@ -263,20 +262,7 @@ class Exchanger:
 
     def handle(self, arrival: Arrival) -> Handle:
         """The handle of what arrived."""
-        routing = arrival.routing
-        assert routing.routes is not None and routing.counts is not None and routing.stamp is not None  # noqa: PT018
-        return Handle(
-            routing.routes,
-            routing.topk_idx,
-            routing.counts,
-            routing.stamp,
-            routing.layout,
-            routing.expert_alignment,
-            arrival.x.shape[0],
-            self.id,
-            routing.capacity,
-            routing.origin,
-        )
+        return Handle(arrival.routing, arrival.x.shape[0], self.id)
 
     # -- recompute under activation checkpointing --------------------------------------------------------------------
 
@@ -342,17 +328,7 @@ class Exchanger:
 
 
 def _routing(handle: Handle, recording: bool) -> Routing:
-    return Routing(
-        handle.topk_idx,
-        handle.layout,
-        handle.expert_alignment,
-        handle.routes,
-        handle.counts,
-        handle.stamp,
-        handle.capacity,
-        handle.origin,
-        recording,
-    )
+    return handle.routing._replace(recording=True) if recording else handle.routing
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -362,4 +338,9 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
 
 def _kept(topk_weights: torch.Tensor | None, rows: torch.dtype) -> torch.Tensor | None:
     """Weights as they are kept beside rows of this dtype: contiguous float32 (float64)."""
-    return None if topk_weights is None else topk_weights.to(weights_dtype(rows)).contiguous()
+    if topk_weights is None:
+        return None
+    dtype = weights_dtype(rows)
+    if topk_weights.dtype is dtype and topk_weights.is_contiguous():
+        return topk_weights
+    return topk_weights.to(dtype).contiguous()

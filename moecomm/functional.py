@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moecomm.algorithms.base import Arrival
 from moecomm.algorithms.plan import Layout
+from moecomm.algorithms.routing import Routing
 from moecomm.exchanger import Exchanger, find_exchanger
 from moecomm.gradients import is_recording, record_combine, record_dispatch, spread
 from moecomm.handle import Handle, Received, form_of, received_of
@@ -68,7 +69,8 @@ def dispatch(
         outputs = _ops.dispatch(x, topk_idx, topk_weights, *how, *exchanger.sizes)
         rows, weights, local_idx, num_tokens_per_expert, offsets, routes, idx, counts, stamp = outputs
         num_rows = rows.shape[0]
-        handle = Handle(routes, idx, counts, stamp, layout, expert_alignment, num_rows, exchanger.id, capacity)
+        routing = Routing(idx, layout, expert_alignment, routes, counts, stamp, capacity)
+        handle = Handle(routing, num_rows, exchanger.id)
     else:
         sizes = (handle.num_rows, exchanger.num_local_experts)
         outputs = _ops.dispatch_cached(x, topk_weights, *spread(handle), *sizes)
@@ -101,7 +103,8 @@ def _split(form: str) -> tuple[Any, int]:
 def _handle(num_rows: int, *parts: Any) -> Handle:
     routes, topk_idx, counts, stamp, form, expert_alignment, comm = parts
     layout, capacity = _split(form)
-    return Handle(routes, topk_idx, counts, stamp, layout, expert_alignment, num_rows, comm, capacity)
+    routing = Routing(topk_idx, layout, expert_alignment, routes, counts, stamp, capacity)
+    return Handle(routing, num_rows, comm)
 
 
 def _outputs(exchanger: Exchanger, arrival: Arrival) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -109,7 +112,8 @@ def _outputs(exchanger: Exchanger, arrival: Arrival) -> tuple[Tensor, Tensor, Te
     exchanger.session.distrust(x)  # compiled code may write to what operators gave, and tells nobody
     weights = x.new_empty(0, dtype=weights_dtype(x.dtype)) if arrival.topk_weights is None else arrival.topk_weights
     local_idx = x.new_empty(0, dtype=torch.int32) if arrival.topk_idx is None else arrival.topk_idx
-    return x, weights, local_idx, arrival.num_tokens_per_expert, arrival.offsets
+    tokens = arrival.num_tokens_per_expert
+    return x, weights, local_idx, tokens, torch.zeros_like(tokens) if arrival.offsets is None else arrival.offsets
 
 
 def _dispatch_cpu(

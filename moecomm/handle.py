@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from moecomm.algorithms.plan import Layout
+from moecomm.algorithms.routing import Routing
 
 __all__ = ["Handle", "Received", "form_of", "received_of"]
 
@@ -17,29 +18,63 @@ class Handle:
 
     T tokens on this rank, K top-k, E experts, R ranks, N rows received here.
 
-    Attributes:
-        routes: `[T, K]` int64: rank << 40 | row there, in the order in which combine sums; -1 = nothing.
-        topk_idx: `[T, K]` int32: global expert ids, -1 = no expert.
-        counts: `[R, E + R]` int32: per source rank its routes per expert, then its distinct tokens per rank.
-        stamp: `[2]` int64: number of the dispatch that made it, fingerprint of `topk_idx`.
-        layout: `expert_major`, `flat` or `slab`.
-        expert_alignment: each local expert's rows are padded to a multiple of it.
+    Arguments:
+        routing: complete.
         num_rows: N, padding included.
         communicator: id of the communicator that made it.
-        capacity: low latency: rows per expert (slab), rows in all (expert_major); throughput: 0, as many as arrive.
-        origin: number of the dispatch that made it, where it is known without reading a tensor; else None.
     """
 
-    routes: torch.Tensor
-    topk_idx: torch.Tensor
-    counts: torch.Tensor
-    stamp: torch.Tensor
-    layout: Layout
-    expert_alignment: int
+    routing: Routing
     num_rows: int
     communicator: int
-    capacity: int = 0
-    origin: int | None = None
+
+    @property
+    def routes(self) -> torch.Tensor:
+        """`[T, K]` int64: rank << 40 | row there, in the order in which combine sums; -1 = nothing."""
+        assert self.routing.routes is not None
+        return self.routing.routes
+
+    @property
+    def topk_idx(self) -> torch.Tensor:
+        """`[T, K]` int32: global expert ids, -1 = no expert."""
+        return self.routing.topk_idx
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """`[R, E + R]` int32: per source rank its routes per expert, then its distinct tokens per rank."""
+        assert self.routing.counts is not None
+        return self.routing.counts
+
+    @property
+    def stamp(self) -> torch.Tensor:
+        """`[2]` int64: number of the dispatch that made it, fingerprint of `topk_idx`. The same tensor each time."""
+        stamp = self.routing.stamp
+        if stamp is None:
+            stamp = self.__dict__.get("_stamp")
+        if stamp is None:
+            stamp = torch.tensor((self.routing.origin, self.routing.fingerprint), dtype=torch.int64)
+            self.__dict__["_stamp"] = stamp
+        return stamp
+
+    @property
+    def layout(self) -> Layout:
+        """`expert_major`, `flat` or `slab`."""
+        return self.routing.layout
+
+    @property
+    def expert_alignment(self) -> int:
+        """Each local expert's rows are padded to a multiple of it."""
+        return self.routing.expert_alignment
+
+    @property
+    def capacity(self) -> int:
+        """Low latency: rows per expert (slab), rows in all (expert_major); throughput: 0, as many as arrive."""
+        return self.routing.capacity
+
+    @property
+    def origin(self) -> int | None:
+        """Number of the dispatch that made it, where it is known without reading a tensor; else None."""
+        return self.routing.origin
 
     @property
     def mode(self) -> str:
@@ -49,12 +84,12 @@ class Handle:
     @property
     def num_tokens(self) -> int:
         """T: tokens of this rank."""
-        return self.routes.shape[0]
+        return self.routing.topk_idx.shape[0]
 
     @property
     def num_topk(self) -> int:
         """K."""
-        return self.routes.shape[1]
+        return self.routing.topk_idx.shape[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,16 +122,17 @@ def received_of(
     topk_weights: torch.Tensor | None,
     topk_idx: torch.Tensor | None,
     num_tokens_per_expert: torch.Tensor,
-    offsets: torch.Tensor,
+    offsets: torch.Tensor | None,
     handle: Handle,
 ) -> Received:
     """What a user gets, from `[N, ...]` rows and weights in the handle's layout."""
-    if handle.layout == "slab":
-        slabs = (num_tokens_per_expert.shape[0], handle.capacity)
-        x = x.view(*slabs, x.shape[1])
-        topk_weights = None if topk_weights is None else topk_weights.view(slabs)
-    grouped = handle.layout == "expert_major"
-    return Received(x, topk_weights, topk_idx, num_tokens_per_expert, offsets if grouped else None, handle)
+    routing = handle.routing
+    if routing.layout == "slab":
+        x = x.view(-1, routing.capacity, x.shape[1])
+        topk_weights = None if topk_weights is None else topk_weights.view(-1, routing.capacity)
+    if routing.layout != "expert_major":
+        offsets = None
+    return Received(x, topk_weights, topk_idx, num_tokens_per_expert, offsets, handle)
 
 
 def form_of(layout: str, capacity: int) -> str:

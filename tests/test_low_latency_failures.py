@@ -22,9 +22,10 @@ def too_many_tokens(group, everywhere):
     with open_communicator(group, max_tokens_per_rank=8) as comm:
         for seed in range(5):  # every window has been used
             check_exchange(comm, seed)
-        windows = comm._exchanger.session.algorithms["low_latency"]._windows
-        shape = (windows._num_windows, group.size, windows._window_bytes)
-        messages = bytes_at(windows._bases[group.rank], shape[0] * shape[1] * shape[2]).view(shape)
+        windows = comm._exchanger.session.algorithms["low_latency"].tools.windows
+        first, following, *_ = [window for windows_of_call in windows.incoming for window in windows_of_call]
+        shape = (windows.num_windows, group.size, following - first)
+        messages = bytes_at(first, shape[0] * shape[1] * shape[2]).view(shape)
         before = messages.clone()
         group.all_gather(None)
         count = 9 if everywhere or group.rank == ODD else 3

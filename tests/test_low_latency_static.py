@@ -15,7 +15,14 @@ from moecomm.testing import launch, masked, no_routes, uniform
 
 HIDDEN, EXPERTS, TOPK, MOST = 16, 6, 2, 8
 # All that the path may ask of torch: memory of shapes that are known, and views of it.
-ALLOWED = {"empty.memory_format", "resize_.default", "view.default", "detach.default", "lift_fresh.default"}
+ALLOWED = {
+    "empty.memory_format",
+    "empty_like.default",
+    "resize_.default",
+    "view.default",
+    "detach.default",
+    "lift_fresh.default",
+}
 LOOKS = ("item", "tolist", "numpy", "__int__", "__bool__", "__float__", "__index__", "__len__", "__iter__", "nonzero")
 
 

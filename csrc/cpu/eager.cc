@@ -125,7 +125,7 @@ class Receiver {
             }
             if (args_.expert_rank[e] != args_.rank) continue;
             args_.num_tokens_per_expert[local] = static_cast<int32_t>(totals_[e]);
-            args_.offsets[local] = static_cast<int32_t>(end);
+            if (args_.capacity == 0) args_.offsets[local] = static_cast<int32_t>(end);
         }
         for (int64_t e = 0; e < args_.num_experts; ++e)
             if (args_.expert_rank[e] == args_.rank) args_.tokens_per_expert[args_.expert_local[e]] += totals_[e];

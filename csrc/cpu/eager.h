@@ -40,7 +40,7 @@ struct EagerReceive {
     int32_t* counts;                 // [R, E + R], overwritten, as in a handle
     int64_t* routes;                 // [T, K] of my tokens, overwritten
     int32_t* num_tokens_per_expert;  // [E_local], overwritten
-    int32_t* offsets;                // [E_local], overwritten: end of each expert's rows
+    int32_t* offsets;                // [E_local], overwritten: end of each expert's rows (expert_major)
     int64_t* tokens_per_expert;      // [E_local], added to
 };
 

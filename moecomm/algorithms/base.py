@@ -5,9 +5,8 @@ communicator share, carries the calls to their end, in order.
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ from moecomm.codecs.base import RowFormat
 __all__ = ["Algorithm", "Arrival", "Returned", "Session"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Arrival:
+class Arrival(NamedTuple):
     """What a dispatch brought.
 
     Attributes:
@@ -28,7 +26,7 @@ class Arrival:
         topk_weights: `[N]` (expert_major) or `[N, K]` (flat) float32, or None if none travelled.
         topk_idx: `[N, K]` int32 local ids (flat) or None.
         num_tokens_per_expert: `[E_local]` int32, without padding.
-        offsets: `[E_local]` int32, inclusive prefix sums, padded.
+        offsets: `[E_local]` int32, inclusive prefix sums, padded; slab: None.
         routing: complete.
     """
 
@@ -36,12 +34,11 @@ class Arrival:
     topk_weights: torch.Tensor | None
     topk_idx: torch.Tensor | None
     num_tokens_per_expert: torch.Tensor
-    offsets: torch.Tensor
+    offsets: torch.Tensor | None
     routing: Routing
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Returned:
+class Returned(NamedTuple):
     """What a combine brought home.
 
     Attributes:

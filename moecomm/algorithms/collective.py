@@ -273,7 +273,7 @@ class Collective(Session):
             topk_weights=weights,
             topk_idx=local_idx,
             num_tokens_per_expert=torch.from_numpy(plan.num_tokens_per_expert),
-            offsets=torch.from_numpy(plan.offsets),
+            offsets=None if routing.layout == "slab" else torch.from_numpy(plan.offsets),
             routing=routing,
         )
 
@@ -306,7 +306,7 @@ class Collective(Session):
     ) -> None:
         self._agree(call, np.zeros(self._num_counts, dtype=np.int32), 0)
         rows = self._rows(routing)
-        home = [rows.send_back(as_bytes(plane)) for plane in row_format.encode(y)]
+        home = [rows.send_back(as_bytes(plane)) for plane in row_format.encode(y.flatten(0, -2))]
         addresses = [[plane.data_ptr() + first * plane.shape[1] for first in rows.first_home()] for plane in home]
         num_tokens = routing.topk_idx.shape[0]
         out = row_format.reduce(num_tokens, rows.home_routes, addresses, topk_weights)

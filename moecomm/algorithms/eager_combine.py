@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from operator import add
-from typing import TYPE_CHECKING
 
 import torch
 
 from moecomm.algorithms.base import Returned
 from moecomm.algorithms.calls import LANE_BEGUN, Call, Phase
-from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.eager_windows import EagerTools
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
-from moecomm.kernels.eager import EagerKernels
-
-if TYPE_CHECKING:
-    from moecomm.algorithms.eager import Windows
 
 __all__ = ["EagerCombine"]
 
@@ -28,10 +23,8 @@ class EagerCombine:
     it is certain. Rows that lie in receive memory already are read in place and must not change before.
 
     Arguments:
-        exchange: what calls share.
-        windows: keep what peers may still read.
-        kernels: copy rows to where peers can read them.
-        y: `[N, H]` contiguous rows of the local experts.
+        tools: what calls share.
+        y: `[N, H]` contiguous rows of the local experts, in any number of dimensions.
         routing: complete.
         row_format: how rows are written.
         topk_weights: `[T, K]` contiguous, applied at home, or None.
@@ -41,9 +34,7 @@ class EagerCombine:
 
     def __init__(
         self,
-        exchange: Exchange,
-        windows: Windows,
-        kernels: EagerKernels,
+        tools: EagerTools,
         y: torch.Tensor,
         routing: Routing,
         row_format: RowFormat,
@@ -52,57 +43,62 @@ class EagerCombine:
         values: torch.Tensor | None,
         may_change: bool,
     ) -> None:
-        self.exchange = exchange
-        self.windows = windows
-        self.kernels = kernels
+        self.tools = tools
         self.routing = routing
         self.row_format = row_format
         self.topk_weights = topk_weights
         self.values = values
         self.may_change = may_change
-        self.planes = row_format.encode(y)
+        self.planes, self.row_bytes = row_format.encode(y), row_format.plane_bytes
         if values is not None:
             self.planes += (values,)
+            self.row_bytes += (values.element_size(),)
         words = words_of(routing, row_format, values)
         self.call = Call(Operation.EAGER_COMBINE, words, self._phases, self, routing.recording)
 
     def _send(self) -> None:
-        exchange, call = self.exchange, self.call
+        exchange, windows, _, _ = self.tools
+        call = self.call
+        exchange.sequencer.await_readers(call)
         offsets: list[int] = []
         kept: list[object] = []
         missing = 0
-        for plane in self.planes:
-            offset, keeper = self._share(plane)
-            missing = missing or (plane.numel() * plane.element_size() if keeper is None else 0)
+        for plane, row_bytes in zip(self.planes, self.row_bytes, strict=True):
+            offset, keeper = self._share(plane, row_bytes)
+            if keeper is None:
+                missing = missing or plane.nbytes
             offsets.append(offset)
             kept.append(keeper)
         limit = exchange.memory.fixed_limit
         exchange.sequencer.send_card(call, tuple(offsets), missing, limit, refused=missing > 0)
-        self.windows.keep(call.sequence, kept)
+        windows.keep(call.sequence % windows.num_windows, kept)
 
-    def _share(self, plane: torch.Tensor) -> tuple[int, object | None]:
+    def _share(self, plane: torch.Tensor, row_bytes: int) -> tuple[int, object | None]:
         """Where peers can read the plane, and what keeps it there; (0, None) if there is no space for it."""
-        memory, routing = self.exchange.memory, self.routing
+        exchange, _, _, kernels = self.tools
+        memory, routing = exchange.memory, self.routing
         if plane.numel() == 0:
             return 0, plane
         offset = None if self.may_change else memory.offset_of(plane)
         if offset is not None:
             return offset, plane
-        block = memory.allocate_leaving(plane.numel() * plane.element_size())
+        block = memory.allocate_leaving(plane.nbytes)
         if block is None:
             return 0, None
         memory.num_copies += 1
         assert routing.counts is not None
         capacity = routing.capacity if routing.layout == "slab" else 0
-        experts = self.exchange.placement.expert_range(self.exchange.rank)
-        self.kernels.copy_expert_rows(block.address, plane, routing.counts, experts, capacity, routing.expert_alignment)
+        experts = exchange.placement.expert_range(exchange.rank)
+        kernels.copy_expert_rows(
+            block.address, plane, row_bytes, routing.counts, experts, capacity, routing.expert_alignment
+        )
         return block.offset, block
 
     def _receive(self) -> None:
-        exchange, routing = self.exchange, self.routing
+        exchange, routing = self.tools.exchange, self.routing
+        assert routing.routes is not None
         offsets = exchange.offsets(self.call, len(self.planes))
         addresses = [list(map(add, exchange.bases, plane)) for plane in offsets]
-        assert routing.routes is not None
         num_planes = len(self.row_format.plane_bytes)
         out = self.row_format.reduce(routing.routes.shape[0], routing.routes, addresses[:num_planes], self.topk_weights)
         values = None

@@ -17,6 +17,8 @@ from moecomm.algorithms.receive_memory import ReceiveMemory
 
 __all__ = ["FixedBlock", "FixedBlocks"]
 
+_Given = tuple[torch.Tensor, torch.Tensor | None]
+
 
 @dataclasses.dataclass(eq=False)
 class _Note:
@@ -51,23 +53,23 @@ class FixedBlock:
         self.used = note.used
         self._note = note
 
-    def give_out(self, make: Callable[[_C.Block], tuple[torch.Tensor | None, ...]]) -> tuple[torch.Tensor | None, ...]:
-        """The tensors that `make` makes on the block, which has been filled; torch counts the writes to them."""
+    def give_out(self, make: Callable[[_C.Block], _Given]) -> _Given:
+        """The rows and weights that `make` makes on the block, once it is filled; torch counts the writes to them."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # where writes are not counted
                 return self.give_out(make)
-        tensors = make(self.block)
-        given = [tensor for tensor in tensors if tensor is not None]
-        watches = [tensor.detach() for tensor in given]
-        torch._C._increment_version(given)
+        rows, weights = given = make(self.block)
+        tensors = [rows] if weights is None else [rows, weights]
+        watches = [tensor.detach() for tensor in tensors]
+        torch._C._increment_version(tensors)
         versions = [watch._version for watch in watches]
         # Where torch keeps no account, as in some dispatch modes, the counters are not one and the same.
-        if versions == [tensor._version for tensor in given]:
+        if versions == [tensor._version for tensor in tensors]:
             for watch in watches:
                 # Keeps the version counter and lets go of the memory, whose death must return the block.
                 watch.data = _NOTHING
             self._note.watches, self._note.versions = watches, versions
-        return tensors
+        return given
 
 
 _NOTHING = torch.empty(0)
@@ -116,6 +118,4 @@ class FixedBlocks:
 
 def _is_intact(note: _Note) -> bool:
     """Whether the rows that `used` names are all that is not zero."""
-    if note.watches is None:
-        return False
-    return all(watch._version == version for watch, version in zip(note.watches, note.versions, strict=True))
+    return note.watches is not None and [watch._version for watch in note.watches] == note.versions

@@ -114,6 +114,7 @@ class Mailbox:
         self._marks_start = sum(sections)
         self._region = transport.allocate(self._marks_start + transport.num_ranks * _NUM_MARKS * 8)
         self._view = transport.mapping(self._region).view(0, self._region.nbytes)
+        self._my_cards = [self._offset(0, slot, transport.rank) for slot in range(num_slots)]
         self._card_addresses = [self._region.address + self._offset(0, slot, 0) for slot in range(num_slots)]
         cards = np.frombuffer(self._view[: sections[0]], dtype=np.uint8)
         cards = cards.reshape(num_slots, transport.num_ranks, self._sizes[0])
@@ -133,11 +134,13 @@ class Mailbox:
         offset = self._offset(kind, sequence, self._transport.rank)
         self._transport.post(self._region, offset, self._out_addresses[kind], nbytes, lane, advance)
 
-    def send_card(self, card: Card, lane: int, advance: int, *, with_counts: bool) -> None:
+    def send_card(self, card: Card, lane: int, advance: int, with_counts: bool) -> None:
         """Sends a card to every rank and adds `advance` to its counter `lane`."""
         sequence, operation, words, offsets, *rest = card
         _CARD.pack_into(self._outgoing[0], 0, sequence, operation, *words, *offsets, *_NOWHERE[len(offsets) :], *rest)
-        self._post(0, sequence, self._sizes[0] if with_counts else _CARD.size, lane, advance)
+        nbytes = self._sizes[0] if with_counts else _CARD.size
+        start = self._my_cards[sequence % self.num_slots]
+        self._transport.post(self._region, start, self._out_addresses[0], nbytes, lane, advance)
 
     def agreed(self, sequence: int, num_planes: int) -> tuple[list[list[int]], bool] | None:
         """Everybody's offsets, by plane and rank, and whether anybody records the call.

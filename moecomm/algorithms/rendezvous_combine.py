@@ -49,6 +49,7 @@ class Combine:
 
     def _ready(self) -> None:
         exchange = self.exchange
+        exchange.sequencer.await_readers(self.call)
         exchange.sequencer.release_quarantine()
         offsets, self.call.blocks, need = exchange.memory.share(self.planes)
         exchange.sequencer.send_card(self.call, offsets, need, exchange.memory.limit, refused=need > 0)

@@ -71,6 +71,7 @@ class Dispatch:
             routing.topk_idx, placement.expert_rank, placement.num_ranks, exchange.mailbox.counts_out
         )
         self.stamp = (self.call.sequence, fingerprint)
+        exchange.sequencer.await_readers(self.call)
         exchange.sequencer.send_card(self.call, with_counts=True)
 
     def _reserve(self, counts: npt.NDArray[np.int32]) -> Grant:
@@ -109,6 +110,7 @@ class Dispatch:
 
     def _grant_cached(self) -> None:
         assert self.routing.counts is not None
+        self.exchange.sequencer.await_readers(self.call)
         grant = self._reserve(self.routing.counts.numpy())
         self.exchange.sequencer.send_card(self.call, (grant.offset,), grant.need, grant.limit, refused=grant.refused)
 

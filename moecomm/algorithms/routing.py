@@ -19,10 +19,10 @@ class Routing(NamedTuple):
         layout, expert_alignment: of the rows received.
         routes: `[T, K]` int64, or None before the counts are known.
         counts: `[R, E + R]` int32, or None before they are known.
-        stamp: `[2]` int64 (number of the dispatch, fingerprint of `topk_idx`), or None before.
+        stamp: `[2]` int64 (number of the dispatch, fingerprint of `topk_idx`), or None: not known, or not made yet.
         capacity: 0 = as many rows as arrive; else the shape is fixed: rows per expert (slab), rows in all
             (expert_major).
-        origin: number of the dispatch, where it is known without reading a tensor; else None.
+        origin, fingerprint: what the stamp says, where that is known without reading a tensor; else None.
         recording: autograd records the call here. Ranks need not agree.
     """
 
@@ -34,4 +34,5 @@ class Routing(NamedTuple):
     stamp: torch.Tensor | None = None
     capacity: int = 0
     origin: int | None = None
+    fingerprint: int | None = None
     recording: bool = False

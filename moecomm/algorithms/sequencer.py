@@ -149,11 +149,11 @@ class Sequencer:
 
     def _run_phase(self, call: Call, wanted: Call | None = None) -> None:
         """Runs a phase; keeps what it raises for whoever waits for the call, or raises it if the call is `wanted`."""
-        phase = call.next_phase
+        _, lane, run = call.phases[call.num_run]
         try:
-            if phase.lane is not None:
-                self._await(call, phase.lane, call.sequence + 1)
-            phase.run(call.job)
+            if lane is not None:
+                self._await(call, lane, call.sequence + 1)
+            run(call.job)
         except Exception as error:
             call.fail(error)
             self._give_up(call, error)
@@ -175,7 +175,8 @@ class Sequencer:
     def _settle(self, call: Call) -> None:
         self._outstanding.remove(call)
         call.settle()
-        self._catch_up()
+        if self._owed:
+            self._catch_up()
 
     # -- counters --------------------------------------------------------------------------------------------------
 
@@ -211,9 +212,8 @@ class Sequencer:
         n - k itself; if it gave up on that, it has to look.
         """
         begun = call.sequence - self.max_in_flight + 1
-        if not 0 < begun <= self._owed:
-            return
-        self._await(call, LANE_BEGUN, begun)
+        if 0 < begun <= self._owed:
+            self._await(call, LANE_BEGUN, begun)
 
     def send_card(
         self,
@@ -225,11 +225,10 @@ class Sequencer:
         refused: bool = False,
         with_counts: bool = False,
     ) -> None:
-        """Sends the card with which a call begins; see `Card`."""
-        self.await_readers(call)
+        """Sends the card with which a call begins; see `Card`. Beforehand the readers must have been awaited."""
         self.num_cards_with_counts += with_counts
         card = Card(call.sequence, call.operation, call.words, offsets, need, limit, refused, call.recording)
-        self.mailbox.send_card(card, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts=with_counts)
+        self.mailbox.send_card(card, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts)
 
     def agreed(self, call: Call, num_planes: int) -> list[list[int]] | None:
         """Everybody's offsets, by plane and rank; None if the ranks disagree, or one refused: then `cards` says more.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import final
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moecomm import _C
-from moecomm.kernels.checks import check_ids, check_values
 from moecomm.kernels.eager import Block, Incoming, Overflow, Sorted
 
 __all__ = ["CpuEagerKernels"]
@@ -23,15 +21,12 @@ class CpuEagerKernels:
     def send_eager(
         self, rows: Tensor, topk_idx: Tensor, weights: Tensor | None, expert_rank: Tensor, windows: Sequence[int]
     ) -> tuple[Tensor, int]:
-        ids = check_ids("topk_idx", topk_idx)
-        num_tokens, num_topk = ids.shape
+        num_tokens, num_topk = topk_idx.shape
         ids_out = torch.empty((num_tokens, num_topk), dtype=torch.int32)
         itemsize = rows.element_size()
-        if weights is not None:
-            check_values("weights", weights, (num_tokens, num_topk))
         fingerprint = _C.send_eager(
-            ids.data_ptr(),
-            ids.dtype is torch.int64,
+            topk_idx.data_ptr(),
+            topk_idx.dtype is torch.int64,
             num_tokens,
             num_topk,
             expert_rank.data_ptr(),
@@ -60,7 +55,7 @@ class CpuEagerKernels:
         counts = torch.empty((num_ranks, num_experts + num_ranks), dtype=torch.int32)
         routes = torch.empty((incoming.num_tokens[rank], incoming.num_topk), dtype=torch.int64)
         tokens = torch.empty(block.num_local, dtype=torch.int32)
-        offsets = torch.empty(block.num_local, dtype=torch.int32)
+        offsets = tokens if block.capacity else torch.empty_like(tokens)
         index, need, room = _C.receive_eager(
             incoming.windows,
             incoming.num_tokens,
@@ -80,19 +75,25 @@ class CpuEagerKernels:
             counts.data_ptr(),
             routes.data_ptr(),
             tokens.data_ptr(),
-            offsets.data_ptr(),
+            0 if block.capacity else offsets.data_ptr(),
             tokens_per_expert.data_ptr(),
         )
         if index >= 0:
             raise Overflow(index, need, room)
-        return Sorted(counts, routes, tokens, offsets)
+        return Sorted(counts, routes, tokens, None if block.capacity else offsets)
 
     def copy_expert_rows(
-        self, out: int, rows: Tensor, counts: Tensor, local_experts: tuple[int, int], capacity: int, alignment: int
+        self,
+        out: int,
+        rows: Tensor,
+        row_bytes: int,
+        counts: Tensor,
+        local_experts: tuple[int, int],
+        capacity: int,
+        alignment: int,
     ) -> None:
         num_ranks, width = counts.shape
         first, end = local_experts
-        row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
         _C.copy_expert_rows(
             out,
             rows.data_ptr(),

@@ -73,13 +73,13 @@ class Sorted(NamedTuple):
         counts: `[R, E + R]` int32: per source its routes per expert, then its distinct tokens per rank.
         routes: `[T, K]` int64 of my tokens, see kernels/base.py.
         num_tokens_per_expert: `[E_local]` int32.
-        offsets: `[E_local]` int32: where each expert's rows end; expert_major: padded.
+        offsets: `[E_local]` int32: where each expert's rows end, padding included; slab: None.
     """
 
     counts: Tensor
     routes: Tensor
     num_tokens_per_expert: Tensor
-    offsets: Tensor
+    offsets: Tensor | None
 
 
 @dataclasses.dataclass
@@ -98,7 +98,7 @@ class Overflow(Exception):
 
 
 class EagerKernels(Protocol):
-    """Low-latency kernels of one device."""
+    """Low-latency kernels of one device. But for the values of ids they check nothing: a call must not cost more."""
 
     def send_eager(
         self, rows: Tensor, topk_idx: Tensor, weights: Tensor | None, expert_rank: Tensor, windows: Sequence[int]
@@ -107,7 +107,7 @@ class EagerKernels(Protocol):
 
         Arguments:
             rows: `[T, H]`, last dimension contiguous.
-            topk_idx: `[T, K]` int32 or int64, any strides, -1 = no expert.
+            topk_idx: `[T, K]` int32 or int64 contiguous, -1 = no expert.
             weights: `[T, K]` float32 or float64 contiguous, or None.
             expert_rank: `[E]` int32.
             windows: address of my window at each rank, by rank.
@@ -144,13 +144,21 @@ class EagerKernels(Protocol):
         ...
 
     def copy_expert_rows(
-        self, out: int, rows: Tensor, counts: Tensor, local_experts: tuple[int, int], capacity: int, alignment: int
+        self,
+        out: int,
+        rows: Tensor,
+        row_bytes: int,
+        counts: Tensor,
+        local_experts: tuple[int, int],
+        capacity: int,
+        alignment: int,
     ) -> None:
         """Copies the rows that routes name, and no others, to a block of the same form.
 
         Arguments:
             out: address of the block.
-            rows: `[N, ...]` contiguous.
+            rows: N contiguous rows, in any number of dimensions.
+            row_bytes: of one.
             counts: `[R, E + R]` int32, as in a handle.
             local_experts: first expert here, and the first one behind the last.
             capacity, alignment: as in `Block`.

@@ -6,7 +6,6 @@ Shapes as in `moecomm.kernels.eager`. Rows are handled as bytes: `[n, row_bytes]
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from typing import final
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moecomm.kernels.base import make_route
-from moecomm.kernels.checks import check_ids, check_values
 from moecomm.kernels.eager import Block, Incoming, Overflow, Sorted
 from moecomm.kernels.reference import ReferenceRowKernels
 
@@ -35,7 +33,7 @@ def _as_bytes(tensor: Tensor, row_bytes: int) -> Tensor:
     """`[n, row_bytes]` uint8: the tensor's memory, row by row."""
     if tensor.numel() == 0:
         return torch.empty((tensor.shape[0], row_bytes), dtype=torch.uint8)
-    return tensor.contiguous().view(torch.uint8).reshape(tensor.shape[0], row_bytes)
+    return tensor.contiguous().view(torch.uint8).reshape(-1, row_bytes)
 
 
 def _starts(num_tokens: int, num_topk: int, value_bytes: int) -> tuple[int, int]:
@@ -78,13 +76,10 @@ class ReferenceEagerKernels:
     def send_eager(
         self, rows: Tensor, topk_idx: Tensor, weights: Tensor | None, expert_rank: Tensor, windows: Sequence[int]
     ) -> tuple[Tensor, int]:
-        ids = check_ids("topk_idx", topk_idx)
-        num_tokens, num_topk = ids.shape
-        if weights is not None:
-            check_values("weights", weights, (num_tokens, num_topk))
+        num_tokens, num_topk = topk_idx.shape
         counts = torch.empty(expert_rank.numel() + len(windows), dtype=torch.int32)
-        fingerprint = ReferenceRowKernels().count_routes(ids, expert_rank, len(windows), counts)
-        copy = ids.to(torch.int32, copy=True)
+        fingerprint = ReferenceRowKernels().count_routes(topk_idx, expert_rank, len(windows), counts)
+        copy = topk_idx.to(torch.int32, copy=True)
         value_bytes = 0 if weights is None else weights.element_size()
         row_bytes = rows.shape[1] * rows.element_size()
         values_start, rows_start = _starts(num_tokens, num_topk, value_bytes)
@@ -93,7 +88,7 @@ class ReferenceEagerKernels:
             if weights is not None:
                 width = num_topk * value_bytes
                 _bytes_at(window + values_start, num_tokens, width).copy_(_as_bytes(weights, width))
-            chosen = _as_bytes(rows, row_bytes)[_chose(ids.long(), expert_rank, rank).any(dim=1)]
+            chosen = _as_bytes(rows, row_bytes)[_chose(topk_idx.long(), expert_rank, rank).any(dim=1)]
             _bytes_at(window + rows_start, *chosen.shape).copy_(chosen)
         return copy, fingerprint
 
@@ -145,7 +140,8 @@ class ReferenceEagerKernels:
             block.used[0] = end
         arrived = torch.tensor([totals[e] for e in here], dtype=torch.int32)
         tokens_per_expert += arrived
-        return Sorted(counts, routes, arrived, torch.tensor([ends[e] for e in here], dtype=torch.int32))
+        offsets = None if block.capacity else torch.tensor([ends[e] for e in here], dtype=torch.int32)
+        return Sorted(counts, routes, arrived, offsets)
 
     @staticmethod
     def _place(
@@ -172,10 +168,18 @@ class ReferenceEagerKernels:
         return starts, ends
 
     def copy_expert_rows(
-        self, out: int, rows: Tensor, counts: Tensor, local_experts: tuple[int, int], capacity: int, alignment: int
+        self,
+        out: int,
+        rows: Tensor,
+        row_bytes: int,
+        counts: Tensor,
+        local_experts: tuple[int, int],
+        capacity: int,
+        alignment: int,
     ) -> None:
-        row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
-        source = _as_bytes(rows, row_bytes)
+        source = (
+            _as_bytes(rows.reshape(-1), row_bytes) if rows.numel() else torch.empty((0, row_bytes), dtype=torch.uint8)
+        )
         begin = 0
         for local, expert in enumerate(range(*local_experts)):
             total = int(counts[:, expert].sum())
