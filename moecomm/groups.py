@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from moecomm.errors import TransportError
+
 __all__ = ["Group", "LocalGroup", "LocalHub", "SoloGroup", "TorchGroup", "as_group"]
 
 
@@ -35,7 +37,11 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, obj: Any) -> list[Any]:
-        """Gives every rank's `obj` (picklable), ordered by rank. Collective."""
+        """Gives every rank's `obj` (picklable), ordered by rank. Collective.
+
+        Raises:
+            TransportError, TimeoutError: a rank has ended, or does not come.
+        """
 
 
 class SoloGroup(Group):
@@ -67,7 +73,13 @@ class TorchGroup(Group):
 
     def all_gather(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, obj, group=self.process_group)
+        try:
+            dist.all_gather_object(gathered, obj, group=self.process_group)
+        except RuntimeError as error:
+            message = (
+                f"all_gather in group {self.name}: rank {self.rank} of {self.size} cannot reach the others: {error}"
+            )
+            raise TransportError(message, operation="all_gather", peers=()) from error
         return gathered
 
 

@@ -37,6 +37,7 @@ std::optional<std::size_t> Arena::allocate(std::size_t nbytes) {
     if (nbytes > limit_) return std::nullopt;
     const std::size_t size = round_up(nbytes);
     if (live_bytes_ + size > limit_) return std::nullopt;
+    give_up_old_pages();
     std::size_t share = share_for(size);
     std::optional<std::size_t> offset;
     if (share > size) offset = place(share, share);
@@ -75,14 +76,20 @@ void Arena::change_grid(std::size_t share) {
     for (auto& [offset, taken] : blocks_) taken.is_old = true;
 }
 
+// Not when a block returns: that may happen anywhere, also after the communicator was closed, when peers may still
+// read.
 void Arena::give_up_old_pages() {
     while (num_old_ == 0 && rounds_left_ > 0) {
-        if (--rounds_left_ == 0) {
-            trim_locked();
-            return;
+        if (--rounds_left_ > 0) {
+            num_old_ = blocks_.size();
+            for (auto& [offset, taken] : blocks_) taken.is_old = true;
+            continue;
         }
-        num_old_ = blocks_.size();
-        for (auto& [offset, taken] : blocks_) taken.is_old = true;
+        try {
+            trim_locked();
+        } catch (const std::exception&) {
+            // They stay, which costs memory and nothing else.
+        }
     }
 }
 
@@ -144,11 +151,6 @@ void Arena::release(std::size_t offset) noexcept {
     }
     holes_[start] = size;
     if (taken.is_old) --num_old_;
-    try {
-        give_up_old_pages();
-    } catch (const std::exception&) {
-        // They stay, which costs memory and nothing else.
-    }
 }
 
 std::size_t Arena::trim() {
