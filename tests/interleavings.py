@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 
+from moecomm.algorithms.calls import LANE_BEGUN
 from moecomm.work import Work
 
-__all__ = ["Scenario", "explore", "run_in_turns"]
+__all__ = ["Scenario", "explore", "receive_all", "run_at_random", "run_in_turns"]
 
 
 def explore(run):
@@ -73,9 +74,36 @@ class Scenario:
             comm._exchanger.session.sequencer.release_quarantine()
 
 
+def run_at_random(comms, calls, numbers):
+    """Ranks begin their calls and run their phases in a random order; gives per rank what `calls[n](comm)` gave."""
+    begun = [[] for _ in comms]
+    while True:
+        options = []
+        for comm, own in zip(comms, begun, strict=True):
+            sequencer = comm._exchanger.session.sequencer
+            # After a refusal, a call waits for its readers when it begins.
+            earlier = len(own) - comm.max_in_flight + 1
+            is_read = all(sequencer.transport.lane(LANE_BEGUN, peer.rank) >= earlier for peer in comms)
+            if len(own) < len(calls) and not sequencer._is_full() and is_read:
+                options.append(lambda own=own, comm=comm: own.append(calls[len(own)](comm)))
+            if sequencer._outstanding and sequencer.may_step():
+                options.append(lambda sequencer=sequencer: sequencer._run_phase(sequencer._outstanding[0]))
+        if not options:
+            assert [len(own) for own in begun] == [len(calls)] * len(comms), "nobody can go on"
+            return begun
+        numbers.choice(options)()
+
+
 def run_in_turns(works):
     """Polls until all are done; a rank that never gets done fails by the loop's end."""
     for _ in range(20):
         if all([work.done() for work in works]):
             return
     raise AssertionError(f"not done: {works}")
+
+
+def receive_all(comms, batch, **options):
+    """What a dispatch of the batch gives to each rank."""
+    works = [batch.send(comm, "dispatch_async", **options) for comm in comms]
+    run_in_turns(works)
+    return [work.wait() for work in works]

@@ -2,12 +2,14 @@
 beside each other, and differentiated.
 """
 
+import dataclasses
+import random
 from functools import partial
 
 import pytest
 import torch
 from exchange_ranks import Batch, caught, check_exchange, in_one_thread, open_communicator
-from interleavings import Scenario, explore, run_in_turns
+from interleavings import Scenario, begin, explore, receive_all, run_at_random, run_in_turns
 
 from moecomm import TooManyInFlight
 from moecomm.testing import launch
@@ -103,13 +105,6 @@ def test_gradients_are_those_without_overlap(backend):
 # -- every interleaving ------------------------------------------------------------------------------------------------
 
 
-def received_of(comms, seed):
-    """A dispatch that all ranks have made."""
-    works = [Batch(len(comms), seed).send(comm, "dispatch_async") for comm in comms]
-    run_in_turns(works)
-    return [work.wait() for work in works]
-
-
 def poisoned(received):
     received.x.fill_(float("nan"))
 
@@ -134,7 +129,7 @@ def operation(name, comms, seed):
     if name == "dispatch":
         inputs = [(batch.x(rank), batch.topk_idx(rank)) for rank in range(len(comms))]
         return [partial(comm.dispatch_async, *own) for comm, own in zip(comms, inputs, strict=True)], check_dispatch
-    received = received_of(comms, seed)
+    received = receive_all(comms, batch)
     if name == "cached":
         calls = [
             partial(comm.dispatch_async, batch.x(comm.rank), handle=one.handle)
@@ -230,6 +225,68 @@ def test_a_failure_in_the_middle_is_right_in_every_interleaving(kernel, monkeypa
         scenario = Scenario(comms, calls, check)
         assert explore(run) > 100
         assert [comm.stats["receive_blocks_alive"] for comm in comms] == [0, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Random:
+    """A call of any kind, refused by some ranks."""
+
+    kind: str
+    batch: Batch
+    refused_by: tuple
+    mistake: str
+
+    OPTIONS = {  # noqa: RUF012 - not a field
+        "expert_major": {},
+        "flat": {"layout": "flat"},
+        "low_latency": {"mode": "low_latency", "layout": "expert_major"},
+    }
+
+    def __call__(self, comm):
+        x, idx = self.batch.x(comm.rank), self.batch.topk_idx(comm.rank)
+        if comm.rank in self.refused_by:
+            x = torch.zeros(1, comm.hidden + (self.mistake == "hidden"))
+            idx = torch.full((1, 2), 99 if self.mistake == "99" else 0)
+        return begin(partial(comm.dispatch_async, x, idx, **self.OPTIONS[self.kind]))
+
+    def check(self, rank, work):
+        if rank in self.refused_by:
+            assert self.mistake in work
+            return
+        if self.refused_by:
+            kind, text, peers = caught(work.wait)
+            assert (kind, set(peers) <= set(self.refused_by)) == ("PeerFailed", True), text
+            assert self.mistake in text
+            return
+        received = work.wait()
+        if self.kind == "low_latency":
+            expected = self.batch.received(rank).x
+            assert torch.equal(received.x[: expected.shape[0]], expected)
+            assert not received.x[expected.shape[0] :].any()
+        else:
+            self.batch.check_received(received, rank, layout=self.kind)
+        poisoned(received)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_calls_of_any_kind_and_refusals_are_right_in_any_order(seed):
+    numbers = random.Random(seed)
+    num_ranks, max_in_flight = 2 + seed % 3, 1 + seed % 4
+    calls = [
+        Random(
+            numbers.choice(list(Random.OPTIONS)),
+            Batch(num_ranks, numbers.randrange(4)),
+            tuple(rank for rank in range(num_ranks) if numbers.random() < 0.15),
+            numbers.choice(["99", "hidden"]),
+        )
+        for _ in range(24)
+    ]
+    with in_one_thread(num_ranks, max_in_flight=max_in_flight, max_tokens_per_rank=8) as comms:
+        begun = run_at_random(comms, calls, numbers)
+        for rank, own in enumerate(begun):
+            for call in calls:
+                call.check(rank, own.pop(0))
+        assert {comm.stats["receive_blocks_alive"] for comm in comms} == {0}
 
 
 # -- refusals beside calls in flight -----------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from exchange_ranks import Batch, caught, check_exchange, left_behind, open_communicator
+import torch
+from exchange_ranks import Batch, caught, check_exchange, in_one_thread, left_behind, open_communicator
+from interleavings import receive_all, run_in_turns
 
 from moecomm.testing import RankDied, launch
 
@@ -310,3 +312,84 @@ def test_a_rank_that_closes_while_others_wait_is_named(backend):
         if rank != 1:
             assert (seen[0], seen[2]) == ("PeerLost", (1,)), seen
             assert "closed its communicator" in seen[1]
+
+
+# -- a rank is held up in the middle -----------------------------------------------------------------------------------
+
+
+def held_up(monkeypatch, comm, kernel, meanwhile):
+    """The rank is held up just before it runs `kernel`, once; `meanwhile` happens."""
+    kernels = comm._exchanger.session.kernels
+    real = getattr(kernels, kernel)
+
+    def run(*arguments, **options):
+        monkeypatch.undo()
+        meanwhile()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(kernels, kernel, run)
+
+
+def give_up(comm, work):
+    sequencer = comm._exchanger.session.sequencer
+    sequencer.timeout = 0.05
+    assert caught(work.wait)[0] == "PeerTimeout"
+    sequencer.timeout = 20
+
+
+def both_go_on(comms):
+    batch = Batch(2, 3)
+    works = [batch.send(comm, "dispatch_async") for comm in comms]
+    run_in_turns(works)
+    for rank, work in enumerate(works):
+        batch.check_received(work.wait(), rank)
+
+
+def test_rows_that_come_too_late_overwrite_nothing(monkeypatch):
+    """Rank 0 gives up while rank 1 is about to write; what rank 0 does with its memory then is safe from the writer."""
+    with in_one_thread(2) as comms:
+        batch = Batch(2, 2)
+        handle = receive_all(comms, batch)[0].handle
+        works = [batch.send(comm, "dispatch_async") for comm in comms]
+        works[0].step()
+        works[1].step()
+        works[0].step()
+        kept = []
+
+        def meanwhile():
+            give_up(comms[0], works[0])
+            for _ in range(4):
+                kept.append(comms[0].combine_buffer(handle, torch.float32).fill_(7.0))
+
+        held_up(monkeypatch, comms[1], "push_rows", meanwhile)
+        works[1].step()
+        assert len(kept) == 4
+        assert all(bool((rows == 7.0).all()) for rows in kept)
+        kind, text, _ = caught(works[1].wait)
+        assert kind == "PeerFailed", text
+        assert "rank 0" in text
+        kept.clear()
+        both_go_on(comms)
+        assert [comm.stats["receive_blocks_alive"] for comm in comms] == [0, 0]
+
+
+def test_rows_that_are_read_too_late_are_not_believed(monkeypatch):
+    """Rank 0 gives up, and changes its rows, while rank 1 is about to read them."""
+    with in_one_thread(2) as comms:
+        batch = Batch(2, 2)
+        received = receive_all(comms, batch)
+        works = [comm.combine_async(one.x, one.handle) for comm, one in zip(comms, received, strict=True)]
+        works[0].step()
+
+        def meanwhile():
+            give_up(comms[0], works[0])
+            received[0].x.fill_(float("nan"))
+
+        held_up(monkeypatch, comms[1], "combine_rows", meanwhile)
+        kind, text, _ = caught(works[1].wait)
+        assert kind == "PeerFailed", text
+        assert "rank 0" in text
+        received.clear()
+        works.clear()
+        both_go_on(comms)
+        assert [comm.stats["receive_blocks_alive"] for comm in comms] == [0, 0]

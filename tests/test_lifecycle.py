@@ -1,10 +1,12 @@
 """From construction to the end of the process: what is opened is closed again, in whatever order things go away."""
 
+import contextlib
 import gc
+import json
 import os
+import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 from pathlib import Path
@@ -55,7 +57,7 @@ def come_and_go(group, times, is_closed):
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "forgotten"])
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_communicators_come_and_go_and_leave_nothing(backend, is_closed):
-    times = 500 if is_closed else 100
+    times = 500 if is_closed else 120
     for history, left in launch(come_and_go, 2, times, is_closed, backend=backend, timeout=90):
         assert left == []
         for what, first in history[1].items():
@@ -132,6 +134,21 @@ def close_beside_the_dead(group):
         pass
     comm.close()
     return caught(work.wait)
+
+
+def construct_beside_the_dead(group):
+    if group.rank == 1:
+        os._exit(7)
+    return caught(lambda: open_communicator(group)), left_behind()
+
+
+def test_a_rank_that_dies_during_construction_is_an_error_with_a_name():
+    results = launch(construct_beside_the_dead, 3, backend="processes", return_exceptions=True, timeout=20)
+    for rank in (0, 2):
+        (kind, text, _), left = results[rank]
+        assert kind == "TransportError", text
+        assert f"rank {rank} of 3 cannot reach the others" in text
+        assert left == []
 
 
 def test_closing_needs_no_peer():
@@ -268,60 +285,81 @@ def test_a_forked_child_can_read_but_not_speak_for_its_parent():
 
 # -- the end of the interpreter ----------------------------------------------------------------------------------------
 
-PROLOGUE = """
-import sys
+# Imports once; then every rank of every ending is a child that runs to the end of the script and of its interpreter.
+SCRIPT = """
+import json, os, sys, warnings
 import torch
 import torch.distributed as dist
 from moecomm import Communicator
 
-store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=sys.argv[1] == "0", wait_for_workers=False)
-dist.init_process_group("gloo", store=store, rank=int(sys.argv[1]), world_size=2)
-comm = Communicator(num_experts=4, hidden=8, num_topk=2)
-x = torch.ones(5, 8, requires_grad=True)
-received = comm.dispatch(x, torch.tensor([[0, 3]] * 5))
-out = comm.combine(received.x, received.handle)
-dist.barrier()
+endings, children, mine = json.loads(sys.argv[1]), [], None
+places = [(name, rank) for name in endings for rank in range(2)]
+for number, (name, rank) in enumerate(places):
+    directory = f"{sys.argv[2]}/{number // 2}"
+    os.makedirs(directory, exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        mine = name, rank
+        for fd in (1, 2):
+            os.dup2(os.open(f"{directory}/{rank}.{fd}", os.O_WRONLY | os.O_CREAT), fd)
+        break
+    children.append((name, rank, pid, directory))
+if mine is None:
+    report = []
+    for name, rank, pid, directory in children:
+        _, status = os.waitpid(pid, 0)
+        report.append([name, rank, os.waitstatus_to_exitcode(status)])
+        report[-1] += [open(f"{directory}/{rank}.{fd}").read() for fd in (1, 2)]
+    print(json.dumps(report))
+else:
+    name, rank = mine
+    if name != "forgotten":  # that warning is off by default, as in every Python
+        warnings.simplefilter("error")
+    dist.init_process_group("gloo", store=dist.FileStore(f"{directory}/store", 2), rank=rank, world_size=2)
+    comm = Communicator(num_experts=4, hidden=8, num_topk=2)
+    x = torch.ones(5, 8, requires_grad=True)
+    received = comm.dispatch(x, torch.tensor([[0, 3]] * 5))
+    out = comm.combine(received.x, received.handle)
+    dist.barrier()
+    exec(endings[name])
+    print("done")
 """
 
 ENDINGS = {
-    "in order": "comm.close()\ndist.destroy_process_group()",
-    "the group first": "dist.destroy_process_group()\ncomm.close()",
-    "tensors last": "comm.close()\ndist.destroy_process_group()\nkeep = [received, out, comm]",
-    "closed at exit": "import atexit\natexit.register(comm.close)\ndist.destroy_process_group()",
+    "in order": "comm.close(); dist.destroy_process_group()",
+    "the group first": "dist.destroy_process_group(); comm.close()",
+    "tensors last": "comm.close(); dist.destroy_process_group(); keep = [received, out, comm]",
+    "closed at exit": "import atexit; atexit.register(comm.close); dist.destroy_process_group()",
     "in a destructor": (
         "class Model:\n    def __init__(self, comm):\n        self.comm = comm\n"
         "    def __del__(self):\n        self.comm.close()\nmodel = Model(comm)\ndist.destroy_process_group()"
     ),
-    "in flight": "work = comm.combine_async(received.x, received.handle)\ncomm.close()\ndist.destroy_process_group()",
+    "in flight": "work = comm.combine_async(received.x, received.handle); comm.close(); dist.destroy_process_group()",
     "forgotten": "dist.destroy_process_group()",
+    "an exception": "dist.destroy_process_group()\nwith comm:\n    raise SystemExit(0)",
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_the_interpreter_ends_quietly(ending, tmp_path):
+def test_the_interpreter_ends_quietly(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(PROLOGUE + textwrap.dedent(ENDINGS[ending]) + "\nprint('done')\n")
-    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    number = port.port
-    del port
-    flags = [] if ending == "forgotten" else ["-W", "error"]  # its warning is off by default, as in every Python
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *flags, str(script), str(rank), str(number)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
+    script.write_text(SCRIPT)
+    ranks = subprocess.Popen(
+        [sys.executable, str(script), json.dumps(ENDINGS), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"},
+    )
     try:
-        for rank in ranks:
-            out, err = rank.communicate(timeout=100)
-            assert (rank.returncode, out, err) == (0, "done\n", "")
+        report = json.loads(ranks.communicate(timeout=100)[0])
     finally:
-        for rank in ranks:
-            rank.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+    assert len(report) == 2 * len(ENDINGS)
+    for name, rank, code, out, err in report:
+        expected = "" if name == "an exception" else "done\n"
+        assert (code, out, err) == (0, expected, ""), f"{name}, rank {rank}"
 
 
 def test_work_may_be_dropped():

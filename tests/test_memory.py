@@ -9,7 +9,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import textwrap
 import threading
 from collections import deque
 from datetime import timedelta
@@ -28,7 +27,7 @@ from exchange_ranks import (
     left_behind,
     open_communicator,
 )
-from interleavings import run_in_turns
+from interleavings import receive_all, run_in_turns
 
 import moecomm
 from moecomm import Communicator
@@ -82,9 +81,12 @@ def run_steadily(group, kept_alive, order, is_copied):
 
 @pytest.mark.parametrize("is_copied", [False, True], ids=["in place", "copied"])
 @pytest.mark.parametrize(
-    ("kept_alive", "order"), [(0, "first"), (1, "first"), (3, "first"), (3, "last"), (3, "random")]
+    ("backend", "kept_alive", "order"),
+    [
+        *(("threads", *case) for case in ((0, "first"), (1, "first"), (3, "first"), (3, "last"), (3, "random"))),
+        *(("processes", *case) for case in ((0, "first"), (3, "random"))),
+    ],
 )
-@pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_a_steady_state_keeps_using_the_same_pages(backend, kept_alive, order, is_copied):
     for rank, (history, most) in enumerate(launch(run_steadily, 2, kept_alive, order, is_copied, backend=backend)):
         touched, resident = zip(*history[WARM_UP:], strict=True)
@@ -109,18 +111,12 @@ def alive(comm):
     return comm.stats["receive_blocks_alive"]
 
 
-def receive(comms, batch, **options):
-    works = [batch.send(comm, "dispatch_async", **options) for comm in comms]
-    run_in_turns(works)
-    return [work.wait() for work in works]
-
-
 @pytest.mark.usefixtures("_no_garbage_collector")
 def test_blocks_return_when_the_last_tensor_dies_in_any_order():
     with in_one_thread(2) as comms:
         batch = Batch(2, 2)
         for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
-            results = [receive(comms, batch) for _ in range(4)]
+            results = [receive_all(comms, batch) for _ in range(4)]
             views = [one[0].x[1:, 2:].T for one in results]
             assert [alive(comm) for comm in comms] == [4, 4]
             for left, index in enumerate(order):
@@ -134,12 +130,12 @@ def test_blocks_return_when_the_last_tensor_dies_in_any_order():
 def test_a_tensor_may_die_on_another_thread_after_close_and_after_the_communicator():
     with in_one_thread(2) as comms:
         batch = Batch(2, 2)
-        boxes = [[one] for one in receive(comms, batch, topk_weights=None)]
+        boxes = [[one] for one in receive_all(comms, batch)]
         thread = threading.Thread(target=boxes[0].clear)
         thread.start()
         thread.join()
         assert [alive(comm) for comm in comms] == [0, 1]
-        received = receive(comms, batch)
+        received = receive_all(comms, batch)
         for comm in comms:
             comm.close()
         assert [alive(comm) for comm in comms] == [1, 2], "the counters can still be asked"
@@ -195,7 +191,7 @@ def test_nothing_is_kept_by_failed_calls():
 def test_trim_gives_pages_back_and_what_is_alive_stays():
     with in_one_thread(2, memory_limit=64 * MIB, max_tokens_per_rank=8) as comms:
         batch = Batch(2, 2)
-        kept = receive(comms, batch)
+        kept = receive_all(comms, batch)
         large = [torch.zeros(100_000, HIDDEN), torch.zeros(100_000, TOPK, dtype=torch.int64)]
         works = [comm.dispatch_async(*large) for comm in comms]
         run_in_turns(works)
@@ -207,7 +203,7 @@ def test_trim_gives_pages_back_and_what_is_alive_stays():
         assert comms[0].stats["receive_bytes_touched"] <= MIB
         for rank, received in enumerate(kept):
             batch.check_received(received, rank)
-        again = receive(comms, batch)
+        again = receive_all(comms, batch)
         for rank, received in enumerate(again):
             batch.check_received(received, rank)
 
@@ -271,6 +267,7 @@ def test_too_little_address_space_is_named_on_every_rank_with_a_remedy(short_of_
 # -- /dev/shm ----------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
+import subprocess
 import sys
 import torch
 from moecomm import Communicator
@@ -287,33 +284,32 @@ def exchange(group):
         return received.x.numel() * 4
 
 if __name__ == "__main__":
-    print(sum(launch(exchange, 2, backend="processes", timeout=60)))
+    for kind, mount in zip(sys.argv[1::2], sys.argv[2::2]):
+        subprocess.run(mount, shell=True, check=True)
+        print(kind, sum(launch(exchange, 2, backend="processes", timeout=60)), flush=True)
 """
 
-SHM_KINDS = {
+KINDS = {
     "64 MB": "mount -t tmpfs -o size=64m tmpfs /dev/shm",
     "read-only": "mount -t tmpfs -o ro,size=64m tmpfs /dev/shm",
     "absent": "mount -t tmpfs tmpfs /dev && mknod /dev/null c 1 3 && mknod /dev/urandom c 1 9",
 }
 
 
-@pytest.mark.parametrize("kind", SHM_KINDS)
-def test_dev_shm_does_not_matter(kind, tmp_path):
+def test_dev_shm_does_not_matter(tmp_path):
     unshare = shutil.which("unshare")
-    prepare = SHM_KINDS[kind]
-    allowed = unshare and subprocess.run([unshare, "-m", "sh", "-c", prepare], capture_output=True, check=False)
-    if not allowed or allowed.returncode != 0:
+    attempt = [unshare, "-m", "sh", "-c", " && ".join(KINDS.values())]
+    if not unshare or subprocess.run(attempt, capture_output=True, check=False).returncode != 0:
         pytest.skip("needs root, to mount another /dev/shm for a child process")
     script = tmp_path / "exchange.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    root = str(Path(moecomm.__file__).parents[1])
+    script.write_text(SCRIPT)
     done = subprocess.run(
-        [unshare, "-m", "sh", "-c", f'{prepare} && exec "$0" "$1"', sys.executable, str(script)],
+        [unshare, "-m", sys.executable, str(script), *(word for pair in KINDS.items() for word in pair)],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": str(Path(moecomm.__file__).parents[1])},
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 2 * 1600 * 2 * 8192 * 4
+    assert done.stdout.splitlines() == [f"{kind} {2 * 1600 * 2 * 8192 * 4}" for kind in KINDS]
