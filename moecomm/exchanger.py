@@ -147,7 +147,8 @@ class Exchanger:
                 routing = self._known(handle, x, topk_weights, self._hidden, recording)
                 mode = handle.mode
             row_format = self._codec.row_format(self._hidden, x.dtype)
-            x, weights = _readable(x), _kept(topk_weights, x.dtype)
+            x = x if x.stride(-1) == 1 else x.contiguous()
+            weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
             self.session.refuse(Operation.DISPATCH, error)
             raise
@@ -155,7 +156,8 @@ class Exchanger:
 
     def _admit(self, operation: Operation, make_room: bool) -> None:
         """Before the arguments are looked at, which may be wrong on one rank only: is there room for a call?"""
-        self._check_open()
+        if self._closed or _forks.count != self._num_forks:
+            self._check_open()
         if make_room:
             self.session.make_room()
         else:
@@ -200,7 +202,9 @@ class Exchanger:
             check_handle(handle, self.id)
             check_combine(y, topk_weights, handle=handle, hidden=hidden)
             row_format = self._codec.row_format(hidden, y.dtype)
-            y, topk_weights, values = y.contiguous(), _kept(topk_weights, y.dtype), _kept(values, y.dtype)
+            y = y.contiguous()
+            topk_weights = None if topk_weights is None else _kept(topk_weights, y.dtype)
+            values = None if values is None else _kept(values, y.dtype)
         except Exception as error:
             self.session.refuse(Operation.COMBINE, error)
             raise
@@ -237,7 +241,8 @@ class Exchanger:
             hidden = self._width(x, topk_weights)
             routing = self._known(handle, x, topk_weights, hidden, recording=False)
             row_format = self._codec.row_format(hidden, x.dtype)
-            x, weights = _readable(x), _kept(topk_weights, x.dtype)
+            x = x if x.stride(-1) == 1 else x.contiguous()
+            weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
             self.session.refuse(Operation.CACHED_DISPATCH, error)
             raise
@@ -331,15 +336,8 @@ def _routing(handle: Handle, recording: bool) -> Routing:
     return handle.routing._replace(recording=True) if recording else handle.routing
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """The rows as kernels read them: any row stride, the numbers of a row side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _kept(topk_weights: torch.Tensor | None, rows: torch.dtype) -> torch.Tensor | None:
+def _kept(topk_weights: torch.Tensor, rows: torch.dtype) -> torch.Tensor:
     """Weights as they are kept beside rows of this dtype: contiguous float32 (float64)."""
-    if topk_weights is None:
-        return None
     dtype = weights_dtype(rows)
     if topk_weights.dtype is dtype and topk_weights.is_contiguous():
         return topk_weights

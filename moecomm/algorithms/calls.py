@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from moecomm.algorithms.signature import Operation, Words
@@ -57,10 +57,14 @@ class Call:
         blocks: arena blocks that peers may still write or read when the call fails.
     """
 
-    __slots__ = (
-        *("operation", "words", "phases", "job", "recording", "sequence", "num_run", "result", "error", "settled"),
-        *("recorded", "is_agreed_failure", "blocks"),
-    )
+    sequence = -1
+    num_run = 0
+    result: Any = None
+    error: Exception | None = None
+    settled = False
+    recorded = False
+    is_agreed_failure = False
+    blocks: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -75,14 +79,6 @@ class Call:
         self.phases = phases
         self.job = job
         self.recording = recording
-        self.sequence = -1
-        self.num_run = 0
-        self.result: Any = None
-        self.error: Exception | None = None
-        self.settled = False
-        self.recorded = False
-        self.is_agreed_failure = False
-        self.blocks: list[Any] = []
 
     @property
     def title(self) -> str:

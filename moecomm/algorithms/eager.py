@@ -55,7 +55,7 @@ class Eager(Algorithm):
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:
         dispatch = EagerDispatch(self.tools, x, routing, row_format, topk_weights)
-        return self.tools.exchange.begin(dispatch.call)
+        return self.tools.exchange.sequencer.begin(dispatch.call)
 
     def begin_combine(
         self,
@@ -70,4 +70,4 @@ class Eager(Algorithm):
         combine = EagerCombine(
             self.tools, y, routing, row_format, topk_weights=topk_weights, values=values, may_change=may_change
         )
-        return self.tools.exchange.begin(combine.call)
+        return self.tools.exchange.sequencer.begin(combine.call)

@@ -71,7 +71,7 @@ class EagerCombine:
             kept.append(keeper)
         limit = exchange.memory.fixed_limit
         exchange.sequencer.send_card(call, tuple(offsets), missing, limit, refused=missing > 0)
-        windows.keep(call.sequence % windows.num_windows, kept)
+        windows.kept[call.sequence % windows.num_windows] = kept
 
     def _share(self, plane: torch.Tensor, row_bytes: int) -> tuple[int, object | None]:
         """Where peers can read the plane, and what keeps it there; (0, None) if there is no space for it."""

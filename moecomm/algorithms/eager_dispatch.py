@@ -53,7 +53,7 @@ class EagerDispatch:
         call = self.call
         exchange.sequencer.await_readers(call)
         self.window = call.sequence % windows.num_windows
-        windows.keep(self.window, None)
+        windows.kept[self.window] = None
         (rows,) = self.row_format.encode(self.x)
         # Before anything is sent, so that the peers learn if there is no space.
         need = self.form.block.nbytes

@@ -23,6 +23,7 @@ class Windows:
         num_windows: as given; call n uses window n modulo that.
         outgoing: per window the addresses of mine at the peers, by rank.
         incoming: per window the addresses of the peers' here, by rank.
+        kept: per window what peers may still read of the call that used it last.
     """
 
     def __init__(self, exchange: Exchange, sizes: EagerSizes, num_windows: int) -> None:
@@ -36,11 +37,7 @@ class Windows:
         self.num_windows = num_windows
         self.outgoing = [[base + offset(window, me) for base in bases] for window in range(num_windows)]
         self.incoming = [[bases[me] + offset(window, source) for source in ranks] for window in range(num_windows)]
-        self._kept: list[Any] = [None] * num_windows
-
-    def keep(self, window: int, rows: Any) -> None:
-        """Keeps what peers may still read of the call that uses the window, and lets go of what an earlier one kept."""
-        self._kept[window] = rows
+        self.kept: list[Any] = [None] * num_windows
 
 
 class EagerTools(NamedTuple):

@@ -79,17 +79,14 @@ class Exchange(Session):
             CallMismatch, PeerFailed: as `Sequencer.cards`.
             MemoryLimitExceeded: on all ranks, if one has no space for its part.
         """
-        offsets = self.sequencer.agreed(call, num_planes)
-        if offsets is not None:
+        agreed = self.mailbox.agreed(call.sequence, num_planes)
+        self.sequencer.check_notices(call)
+        if agreed is not None:
+            offsets, call.recorded = agreed
             return offsets
         rank, card = next((rank, card) for rank, card in enumerate(self.sequencer.cards(call)) if card.refused)
         call.is_agreed_failure = True
         raise self.memory.exceeded_fixed(call.title, self.transport.describe_peer(rank), card.need, card.limit)
-
-    def begin(self, call: Call) -> Call:
-        """Numbers a call and runs its first phase."""
-        self.sequencer.begin(call)
-        return call
 
     # -- for the communicator ----------------------------------------------------------------------------------------
 

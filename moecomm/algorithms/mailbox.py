@@ -134,12 +134,24 @@ class Mailbox:
         offset = self._offset(kind, sequence, self._transport.rank)
         self._transport.post(self._region, offset, self._out_addresses[kind], nbytes, lane, advance)
 
-    def send_card(self, card: Card, lane: int, advance: int, with_counts: bool) -> None:
-        """Sends a card to every rank and adds `advance` to its counter `lane`."""
-        sequence, operation, words, offsets, *rest = card
-        _CARD.pack_into(self._outgoing[0], 0, sequence, operation, *words, *offsets, *_NOWHERE[len(offsets) :], *rest)
+    def send_card(
+        self,
+        words: tuple[int, ...],
+        offsets: tuple[int, ...],
+        rest: tuple[int, int, bool, bool],
+        lane: int,
+        advance: int,
+        with_counts: bool,
+    ) -> None:
+        """Sends a card to every rank and adds `advance` to its counter `lane`.
+
+        Arguments:
+            words: number of the call, operation, and what must agree.
+            offsets, rest: see `Card`; `rest` is what follows the offsets there.
+        """
+        _CARD.pack_into(self._outgoing[0], 0, *words, *offsets, *_NOWHERE[len(offsets) :], *rest)
         nbytes = self._sizes[0] if with_counts else _CARD.size
-        start = self._my_cards[sequence % self.num_slots]
+        start = self._my_cards[words[0] % self.num_slots]
         self._transport.post(self._region, start, self._out_addresses[0], nbytes, lane, advance)
 
     def agreed(self, sequence: int, num_planes: int) -> tuple[list[list[int]], bool] | None:

@@ -46,7 +46,7 @@ class Rendezvous(Algorithm):
     def begin_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:
-        return self._exchange.begin(Dispatch(self._exchange, x, routing, row_format, topk_weights).call)
+        return self._exchange.sequencer.begin(Dispatch(self._exchange, x, routing, row_format, topk_weights).call)
 
     def begin_combine(
         self,
@@ -59,4 +59,4 @@ class Rendezvous(Algorithm):
         may_change: bool,
     ) -> Call:
         combine = Combine(self._exchange, y, routing, row_format, topk_weights=topk_weights, values=values)
-        return self._exchange.begin(combine.call)
+        return self._exchange.sequencer.begin(combine.call)

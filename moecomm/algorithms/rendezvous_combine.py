@@ -85,6 +85,6 @@ class Combine:
 
     def _release(self) -> None:
         self.exchange.sequencer.check_notices(self.call)
-        self.call.blocks.clear()
+        self.call.blocks = ()
 
     _phases = (Phase("ready", None, _ready), Phase("pull", LANE_BEGUN, _pull), Phase("release", LANE_DONE, _release))

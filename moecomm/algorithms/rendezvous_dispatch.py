@@ -85,7 +85,7 @@ class Dispatch:
         if block is None:
             return Grant(-1, need, limit, refused=True)
         # Owned by the call alone, which keeps it from being used again for as long as peers may write to it.
-        self.call.blocks.append(block)
+        self.call.blocks = [block]
         return Grant(block.offset, need, limit, refused=False)
 
     def _grant(self) -> None:
@@ -185,7 +185,7 @@ class Dispatch:
             offsets=torch.from_numpy(self.plan.offsets),
             routing=self.routing,
         )
-        self.call.blocks.clear()
+        self.call.blocks = ()
 
     _phases: ClassVar[tuple[Phase, ...]] = (
         Phase("announce", None, _announce),

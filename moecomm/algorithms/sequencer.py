@@ -63,13 +63,8 @@ class Sequencer:
         """Calls so far, refused ones included."""
         return self._next_sequence
 
-    def begin(self, call: Call) -> None:
-        """Numbers a call and runs its first phase, which waits for nobody, except after a failure.
-
-        Raises:
-            TooManyInFlight: if `max_in_flight` calls are outstanding.
-        """
-        self.check_room(call.operation)
+    def begin(self, call: Call) -> Call:
+        """Numbers a call, for which there must be room, and runs its first phase; that waits only after a failure."""
         self._number(call)
         self._outstanding.append(call)
         try:
@@ -79,6 +74,7 @@ class Sequencer:
             self._settle(call)
             raise
         call.num_run = 1
+        return call
 
     def refuse(self, operation: Operation, error: Exception) -> None:
         """Counts a call that this rank's arguments do not allow, and tells the peers, who would wait for it."""
@@ -111,7 +107,7 @@ class Sequencer:
 
     def make_room(self) -> None:
         """Finishes the oldest calls until one more may begin; their errors wait for those who wait for them."""
-        while self._is_full():
+        while self._outstanding and self._is_full():
             self._run_phase(self._outstanding[0])
 
     def finish(self, call: Call) -> Any:
@@ -227,21 +223,9 @@ class Sequencer:
     ) -> None:
         """Sends the card with which a call begins; see `Card`. Beforehand the readers must have been awaited."""
         self.num_cards_with_counts += with_counts
-        card = Card(call.sequence, call.operation, call.words, offsets, need, limit, refused, call.recording)
-        self.mailbox.send_card(card, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts)
-
-    def agreed(self, call: Call, num_planes: int) -> list[list[int]] | None:
-        """Everybody's offsets, by plane and rank; None if the ranks disagree, or one refused: then `cards` says more.
-
-        Raises:
-            PeerFailed: if a peer gave up on the call.
-        """
-        agreed = self.mailbox.agreed(call.sequence, num_planes)
-        self.check_notices(call)
-        if agreed is None:
-            return None
-        offsets, call.recorded = agreed
-        return offsets
+        words = (call.sequence, call.operation, *call.words)
+        rest = (need, limit, refused, call.recording)
+        self.mailbox.send_card(words, offsets, rest, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts)
 
     def cards(self, call: Call) -> list[Card]:
         """Everybody's cards, by rank; they all show the same call.
@@ -369,7 +353,7 @@ class Sequencer:
         self.signal_all(LANE_BEGUN, call)
         self._owed = max(self._owed, call.sequence + 1)
         self._quarantine.extend((call.sequence, block) for block in call.blocks)
-        call.blocks = []
+        call.blocks = ()
 
     def release_quarantine(self) -> None:
         """Lets go of failed calls' memory once every peer is done with the call or gone."""

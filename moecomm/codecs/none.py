@@ -40,7 +40,7 @@ class PlainRows(RowFormat):
     ) -> torch.Tensor:
         out = torch.empty((num_tokens, self.hidden), dtype=self.dtype)
         if self.hidden:  # memory of rows without numbers may have no address
-            self._kernels.combine_rows(out, routes, list(addresses[0]), weights=weights)
+            self._kernels.combine_rows(out, routes, addresses[0], weights=weights)
         return out
 
 

@@ -18,6 +18,10 @@ __all__ = ["CpuEagerKernels"]
 class CpuEagerKernels:
     """Native low-latency kernels; see `moecomm.kernels.eager.EagerKernels` for what each does."""
 
+    def __init__(self) -> None:
+        # A tensor is made faster like another one than from a shape.
+        self._counts_like: dict[tuple[int, int], Tensor] = {}
+
     def send_eager(
         self, rows: Tensor, topk_idx: Tensor, weights: Tensor | None, expert_rank: Tensor, windows: Sequence[int]
     ) -> tuple[Tensor, int]:
@@ -52,7 +56,10 @@ class CpuEagerKernels:
     ) -> Sorted:
         num_experts = expert_rank.numel()
         num_ranks = len(incoming.windows)
-        counts = torch.empty((num_ranks, num_experts + num_ranks), dtype=torch.int32)
+        shape = (num_ranks, num_experts + num_ranks)
+        if shape not in self._counts_like:
+            self._counts_like[shape] = torch.empty(shape, dtype=torch.int32)
+        counts = torch.empty_like(self._counts_like[shape])
         routes = torch.empty((incoming.num_tokens[rank], incoming.num_topk), dtype=torch.int64)
         tokens = torch.empty(block.num_local, dtype=torch.int32)
         offsets = tokens if block.capacity else torch.empty_like(tokens)
