@@ -12,6 +12,7 @@ import abc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -59,22 +60,39 @@ class SoloGroup(Group):
 class TorchGroup(Group):
     """A `torch.distributed` process group.
 
+    The group is not kept alive: a gloo group that outlives `destroy_process_group` aborts its process when the
+    interpreter ends, and a communicator or a handle may well live until then.
+
     Arguments:
         process_group: the group; this process must be one of its ranks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.process_group = process_group
+        self._reference = weakref.ref(process_group)
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         if self.rank < 0:
             raise ValueError("group: this process is not a member of the process group")
         self.name = f"torch:{getattr(process_group, 'group_name', 'group')}"
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group.
+
+        Raises:
+            TransportError: it has been destroyed.
+        """
+        process_group = self._reference()
+        if process_group is None:
+            message = f"group {self.name} has been destroyed (torch.distributed.destroy_process_group)"
+            raise TransportError(message, operation="process_group", peers=())
+        return process_group
+
     def all_gather(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
+        process_group = self.process_group
         try:
-            dist.all_gather_object(gathered, obj, group=self.process_group)
+            dist.all_gather_object(gathered, obj, group=process_group)
         except RuntimeError as error:
             message = (
                 f"all_gather in group {self.name}: rank {self.rank} of {self.size} cannot reach the others: {error}"

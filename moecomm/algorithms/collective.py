@@ -234,7 +234,7 @@ class Collective(Session):
     def _rows(self, routing: Routing) -> RowExchange:
         assert routing.routes is not None and routing.counts is not None  # noqa: PT018
         return RowExchange(
-            self._group.process_group,
+            self._group,
             routing.routes,
             routing.counts.numpy(),
             self._placement,

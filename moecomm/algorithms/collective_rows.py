@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moecomm.algorithms.plan import Layout, block_layout, plan_exchange
+from moecomm.groups import TorchGroup
 from moecomm.kernels.base import ROW_BITS
 from moecomm.placement import Placement
 
@@ -24,7 +25,7 @@ class RowExchange:
     """Which rows one rank sends and receives, for one routing.
 
     Arguments:
-        process_group: carries the bytes.
+        group: carries the bytes.
         routes: `[T, P]` int64 of this rank.
         counts: `[R, E + R]` int32 of all ranks.
         placement, rank, layout, expert_alignment, capacity: of the exchange.
@@ -37,7 +38,7 @@ class RowExchange:
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup,
+        group: TorchGroup,
         routes: torch.Tensor,
         counts: npt.NDArray[np.int32],
         placement: Placement,
@@ -46,7 +47,7 @@ class RowExchange:
         expert_alignment: int,
         capacity: int,
     ) -> None:
-        self._group = process_group
+        self._group = group
         num_ranks = placement.num_ranks
         flat = routes.reshape(-1)
         self._slots = torch.nonzero(flat >= 0).reshape(-1)
@@ -99,7 +100,7 @@ class RowExchange:
             rows.contiguous().reshape(-1),
             [n * row_bytes for n in num_in],
             [n * row_bytes for n in num_out],
-            group=self._group,
+            group=self._group.process_group,
         )
         return arrived
 
