@@ -138,11 +138,11 @@ def send_eager(
 def receive_eager(
     windows: Sequence[int],
     num_tokens: Sequence[int],
-    num_topk: int,
     expert_rank: int,
     expert_local: int,
     num_experts: int,
     rank: int,
+    num_topk: int,
     row_bytes: int,
     value_bytes: int,
     capacity: int,
@@ -233,6 +233,7 @@ def read_cards(
     recording: int,
     first: int,
     num_columns: int,
+    bases: Sequence[int],
     /,
 ) -> tuple[int, list[list[int]]]: ...
 

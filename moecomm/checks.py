@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, TypeVar
 
 import torch
 
 from moecomm.handle import Handle
 
-__all__ = ["SUMMABLE", "check_combine", "check_dispatch", "check_handle", "check_layout", "check_sizes"]
+__all__ = [
+    "SUMMABLE",
+    "Found",
+    "check_combine",
+    "check_dispatch",
+    "check_handle",
+    "check_layout",
+    "check_sizes",
+    "look_of",
+]
+
+T = TypeVar("T")
 
 _LAYOUTS = {"throughput": ("expert_major", "flat"), "low_latency": ("slab", "expert_major")}
 SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of rows that can be summed, and so have gradients."""
+
+
+def look_of(tensor: Any) -> object:
+    """All of an argument that the checks look at, to be used as a key; None for None."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor.shape, tensor.dtype, tensor.is_cpu
+    return None if tensor is None else object()  # like nothing that was seen before
+
+
+class Found(dict[Hashable, T]):
+    """What the checks found for arguments that look alike, so that they are made once; forgets all when it is full."""
+
+    _MOST = 4096
+
+    def keep(self, looks: Hashable, found: T) -> T:
+        """Notes what was found; gives it."""
+        if len(self) >= self._MOST:
+            self.clear()
+        self[looks] = found
+        return found
 
 
 def _check_matrix(name: str, tensor: Any, shape: str) -> None:

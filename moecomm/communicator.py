@@ -367,7 +367,7 @@ class Communicator:
         rows, weights = arrival.x, arrival.topk_weights
         if call.recorded:
             self._exchanger.remember(handle)
-            rows, weights = record_dispatch(x, topk_weights, rows, weights, handle)
+            rows, weights = record_dispatch(x, topk_weights, *arrival.flat(), handle)
         return received_of(rows, weights, arrival.topk_idx, arrival.num_tokens_per_expert, arrival.offsets, handle)
 
     def _combined(self, call: Call, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None) -> torch.Tensor:

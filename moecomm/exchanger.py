@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from moecomm.algorithms.base import Arrival, Returned, Session
+from moecomm.algorithms.base import Algorithm, Arrival, Returned, Session
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
-from moecomm.checks import check_combine, check_dispatch, check_handle, check_layout
-from moecomm.codecs.base import Codec
+from moecomm.checks import Found, check_combine, check_dispatch, check_handle, check_layout, look_of
+from moecomm.codecs.base import Codec, RowFormat
 from moecomm.errors import CommunicatorClosed, RoutingChanged
 from moecomm.handle import Handle
 from moecomm.kernels.base import weights_dtype
@@ -95,6 +95,8 @@ class Exchanger:
         self._hidden = hidden
         self._max_topk = max_topk
         self._placement = placement
+        self._dispatches: Found[tuple[Algorithm, int, RowFormat]] = Found()
+        self._combines: Found[tuple[Algorithm, RowFormat]] = Found()
         self._log = RoutingLog()
         self._closed = False
         self._pid = os.getpid()
@@ -131,12 +133,15 @@ class Exchanger:
         self._admit(Operation.DISPATCH, make_room)
         try:
             if handle is None:
-                check_layout(layout, expert_alignment, mode)
-                check_dispatch(x, topk_idx, topk_weights, hidden=self._hidden, max_topk=self._max_topk)
+                options = (mode, layout, expert_alignment, type(expert_alignment))
+                looks = (options, look_of(x), look_of(topk_idx), look_of(topk_weights))
+                found = self._dispatches.get(looks)
+                if found is None:
+                    check_layout(layout, expert_alignment, mode)
+                    check_dispatch(x, topk_idx, topk_weights, hidden=self._hidden, max_topk=self._max_topk)
+                    found = self._dispatches.keep(looks, self._terms(x, mode, layout, expert_alignment))
+                algorithm, capacity, row_format = found
                 assert topk_idx is not None
-                algorithm = self.session.algorithms[mode]
-                algorithm.check_size(x.shape[0])
-                capacity = algorithm.capacity(layout, expert_alignment)
                 topk_idx = topk_idx if topk_idx.is_contiguous() else topk_idx.contiguous()
                 routing = Routing(topk_idx, layout, expert_alignment, capacity=capacity, recording=recording)
                 if is_remembered and is_recomputing():
@@ -145,14 +150,22 @@ class Exchanger:
                 if topk_idx is not None:
                     raise ValueError("topk_idx must be None when a handle is given: the handle holds the routing")
                 routing = self._known(handle, x, topk_weights, self._hidden, recording)
-                mode = handle.mode
-            row_format = self._codec.row_format(self._hidden, x.dtype)
-            x = x if x.stride(-1) == 1 else x.contiguous()
+                algorithm = self.session.algorithms[handle.mode]
+                row_format = self._codec.row_format(self._hidden, x.dtype)
+            x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
             self.session.refuse(Operation.DISPATCH, error)
             raise
-        return self.session.algorithms[mode].begin_dispatch(x, routing, row_format, weights)
+        return algorithm.begin_dispatch(x, routing, row_format, weights)
+
+    def _terms(
+        self, x: torch.Tensor, mode: str, layout: Layout, expert_alignment: int
+    ) -> tuple[Algorithm, int, RowFormat]:
+        """Who carries a dispatch, its capacity, and how its rows are written."""
+        algorithm = self.session.algorithms[mode]
+        algorithm.check_size(x.shape[0])
+        return algorithm, algorithm.capacity(layout, expert_alignment), self._codec.row_format(self._hidden, x.dtype)
 
     def _admit(self, operation: Operation, make_room: bool) -> None:
         """Before the arguments are looked at, which may be wrong on one rank only: is there room for a call?"""
@@ -198,17 +211,23 @@ class Exchanger:
         """
         self._admit(Operation.COMBINE, make_room)
         try:
-            hidden = self._width(y, values)
             check_handle(handle, self.id)
-            check_combine(y, topk_weights, handle=handle, hidden=hidden)
-            row_format = self._codec.row_format(hidden, y.dtype)
-            y = y.contiguous()
+            form = (handle.num_rows, handle.routing.layout, handle.routing.capacity, handle.routing.topk_idx.shape)
+            looks = (form, look_of(y), look_of(topk_weights), values is None)
+            found = self._combines.get(looks)
+            if found is None:
+                hidden = self._width(y, values)
+                check_combine(y, topk_weights, handle=handle, hidden=hidden)
+                terms = (self.session.algorithms[handle.mode], self._codec.row_format(hidden, y.dtype))
+                found = self._combines.keep(looks, terms)
+            algorithm, row_format = found
+            y = y if y.is_contiguous() else y.contiguous()
             topk_weights = None if topk_weights is None else _kept(topk_weights, y.dtype)
             values = None if values is None else _kept(values, y.dtype)
         except Exception as error:
             self.session.refuse(Operation.COMBINE, error)
             raise
-        return self.session.algorithms[handle.mode].begin_combine(
+        return algorithm.begin_combine(
             y, _routing(handle, recording), row_format, topk_weights=topk_weights, values=values, may_change=may_change
         )
 
@@ -241,7 +260,7 @@ class Exchanger:
             hidden = self._width(x, topk_weights)
             routing = self._known(handle, x, topk_weights, hidden, recording=False)
             row_format = self._codec.row_format(hidden, x.dtype)
-            x = x if x.stride(-1) == 1 else x.contiguous()
+            x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
             self.session.refuse(Operation.CACHED_DISPATCH, error)
@@ -259,15 +278,17 @@ class Exchanger:
         home.
         """
         arrival = self.dispatch_again(grad, topk_weights, handle)
-        assert arrival.topk_weights is not None
-        grad_y, products = kernels_for("cpu").scale_dot(arrival.x, y.contiguous(), arrival.topk_weights)
+        rows, weights = arrival.flat()
+        assert weights is not None
+        grad_y, products = kernels_for("cpu").scale_dot(rows, y.contiguous(), weights)
         returned = self.combine(products.new_empty((handle.num_rows, 0)), handle, values=products)
         assert returned.values is not None
         return grad_y, returned.values
 
     def handle(self, arrival: Arrival) -> Handle:
         """The handle of what arrived."""
-        return Handle(arrival.routing, arrival.x.shape[0], self.id)
+        shape = arrival.x.shape
+        return Handle(arrival.routing, shape[0] if len(shape) == 2 else shape[0] * shape[1], self.id)
 
     # -- recompute under activation checkpointing --------------------------------------------------------------------
 

@@ -108,9 +108,9 @@ def _handle(num_rows: int, *parts: Any) -> Handle:
 
 
 def _outputs(exchanger: Exchanger, arrival: Arrival) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x = arrival.x
+    x, weights = arrival.flat()
     exchanger.session.distrust(x)  # compiled code may write to what operators gave, and tells nobody
-    weights = x.new_empty(0, dtype=weights_dtype(x.dtype)) if arrival.topk_weights is None else arrival.topk_weights
+    weights = x.new_empty(0, dtype=weights_dtype(x.dtype)) if weights is None else weights
     local_idx = x.new_empty(0, dtype=torch.int32) if arrival.topk_idx is None else arrival.topk_idx
     tokens = arrival.num_tokens_per_expert
     return x, weights, local_idx, tokens, torch.zeros_like(tokens) if arrival.offsets is None else arrival.offsets

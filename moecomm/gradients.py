@@ -171,8 +171,8 @@ def _dispatch(x: Tensor, topk_weights: Tensor | None, handle: Handle) -> tuple[T
         return rows, None if topk_weights is None else weights
     arrival = find_exchanger(handle.communicator).dispatch_again(x, topk_weights, handle)
     if not is_recording(x, topk_weights):
-        return arrival.x, arrival.topk_weights
-    return record_dispatch(x, topk_weights, arrival.x, arrival.topk_weights, handle)
+        return arrival.flat()
+    return record_dispatch(x, topk_weights, *arrival.flat(), handle)
 
 
 def _weighted_adjoint(grad: Tensor, y: Tensor, topk_weights: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:

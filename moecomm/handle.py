@@ -125,9 +125,9 @@ def received_of(
     offsets: torch.Tensor | None,
     handle: Handle,
 ) -> Received:
-    """What a user gets, from `[N, ...]` rows and weights in the handle's layout."""
+    """What a user gets; rows and weights of slabs may also come as `[N, H]` and `[N]`."""
     routing = handle.routing
-    if routing.layout == "slab":
+    if routing.layout == "slab" and x.dim() == 2:
         x = x.view(-1, routing.capacity, x.shape[1])
         topk_weights = None if topk_weights is None else topk_weights.view(-1, routing.capacity)
     if routing.layout != "expert_major":

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from kernel_cases import assert_same_bits
 
-from moecomm.kernels.eager import Block, Incoming, message_bytes
+from moecomm.kernels.eager import Form, Home, message_bytes
 from moecomm.kernels.registry import eager_kernels_for
 from moecomm.testing import masked
 from moecomm.testing.contracts.cases import random_rows
@@ -119,25 +119,18 @@ class Receiver:
         self.tokens_per_expert = torch.zeros(num_local, dtype=torch.int64)
 
     def receive(self, windows, inputs):
-        block = Block(
-            rows=self.rows.address,
-            values=self.values.address if self.value_bytes else 0,
-            used=self.used,
-            capacity=self.capacity,
-            alignment=self.alignment,
-            num_rows=self.num_rows,
-            num_local=self.world.num_local(self.rank),
-        )
-        incoming = Incoming(
+        world = self.world
+        home = Home(self.rank, world.expert_rank, world.expert_local, self.tokens_per_expert)
+        num_topk = inputs.ids[0].shape[1]
+        form = Form(num_topk, inputs.row_bytes, inputs.value_bytes, self.capacity, self.alignment, self.num_rows)
+        return self.kernels.receive_eager(
+            home,
+            form,
             [window.address for window in windows[self.rank]],
             [ids.shape[0] for ids in inputs.ids],
-            inputs.ids[0].shape[1],
-            inputs.row_bytes,
-            inputs.value_bytes,
-        )
-        world = self.world
-        return self.kernels.receive_eager(
-            incoming, block, world.expert_rank, world.expert_local, self.rank, self.tokens_per_expert
+            self.rows.address,
+            self.values.address if self.value_bytes else 0,
+            self.used,
         )
 
     @property

@@ -21,7 +21,7 @@ from kernel_cases import assert_same_bits, bytes_at
 
 from moecomm import _C
 from moecomm.kernels.base import rank_of, row_of
-from moecomm.kernels.eager import Block, Incoming, Overflow, message_bytes
+from moecomm.kernels.eager import Form, Home, Overflow, message_bytes
 from moecomm.kernels.registry import kernels_for
 from moecomm.testing import masked, reference_dispatch, uniform, with_duplicates
 
@@ -268,9 +268,9 @@ def test_slabs_beyond_two_to_the_31_bytes():
     for expert in range(3):
         row = bytes_at(space.address + (expert * capacity + 6) * row_bytes, row_bytes)
         row.fill_(1)
-    block = Block(space.address, values, used, capacity, 1, capacity, 3)
-    incoming = Incoming([messages[0][0].address], [5], 2, row_bytes, 8)
-    found = CPU.receive_eager(incoming, block, world.expert_rank, world.expert_local, 0, torch.zeros(3).long())
+    home = Home(0, world.expert_rank, world.expert_local, torch.zeros(3).long())
+    form = Form(2, row_bytes, 8, capacity, 1, capacity)
+    found = CPU.receive_eager(home, form, [messages[0][0].address], [5], space.address, values, used)
     for t, choices in enumerate(inputs.ids[0].tolist()):
         for k, expert in enumerate(choices):
             route = int(found.routes[t, k])
@@ -295,9 +295,10 @@ def test_more_than_two_to_the_31_rows():
     inputs = inputs_of(world, (3,), 2, hidden=1, dtype=torch.uint8, routing=uniform)
     messages, _ = send(CPU, world, inputs)
     space = _C.Mapping.create_private(2 * capacity)
-    block = Block(space.address, 0, torch.zeros(2).long(), capacity, 1, capacity, 2)
-    incoming = Incoming([messages[0][0].address], [3], 2, 1, 0)
-    found = CPU.receive_eager(incoming, block, world.expert_rank, world.expert_local, 0, torch.zeros(2).long())
+    home = Home(0, world.expert_rank, world.expert_local, torch.zeros(2).long())
+    form = Form(2, 1, 0, capacity, 1, capacity)
+    used = torch.zeros(2).long()
+    found = CPU.receive_eager(home, form, [messages[0][0].address], [3], space.address, 0, used)
     assert found.routes[inputs.ids[0] == 1].tolist() == [capacity, capacity + 1, capacity + 2]
     assert_same_bits(bytes_at(space.address + capacity, 3), inputs.rows[0].flatten())
 

@@ -19,7 +19,8 @@ struct CardLayout {
 enum class CardState { kDiffer = 0, kAgree = 1, kAgreeAndRecorded = 2 };
 
 // kDiffer: the cards do not all show the same call, or a rank cannot go on. Otherwise columns becomes, one column after
-// the other, what all ranks wrote into the num_columns words from `first` on.
-CardState read_cards(const CardLayout& layout, int first, int num_columns, std::vector<std::int64_t>& columns);
+// the other, what all ranks wrote into the num_columns words from `first` on, each plus its rank's base (none = 0).
+CardState read_cards(const CardLayout& layout, int first, int num_columns, const std::vector<std::int64_t>& bases,
+                     std::vector<std::int64_t>& columns);
 
 }  // namespace moecomm

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "check.h"
 #include "sync/board.h"
 #include "sync/cards.h"
 #include "sync/process.h"
@@ -34,10 +35,11 @@ int wait_interruptible(SignalBoard& board, int slot, std::uint64_t at_least, dou
 
 void bind_sync(py::module_& m) {
     m.def("read_cards", [](std::uint64_t address, std::int64_t stride_bytes, int num_ranks, int num_agreed, int refused,
-                           int recording, int first, int num_columns) {
+                           int recording, int first, int num_columns, const std::vector<std::int64_t>& bases) {
+        MC_CHECK(bases.empty() || static_cast<int>(bases.size()) == num_ranks, "read_cards: one base per rank");
         std::vector<std::int64_t> words;
-        const CardState state =
-            read_cards({address, stride_bytes, num_ranks, num_agreed, refused, recording}, first, num_columns, words);
+        const CardState state = read_cards({address, stride_bytes, num_ranks, num_agreed, refused, recording}, first,
+                                           num_columns, bases, words);
         py::list columns;
         for (int column = 0; column < num_columns && state != CardState::kDiffer; ++column) {
             py::list values(static_cast<std::size_t>(num_ranks));

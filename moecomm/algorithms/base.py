@@ -22,8 +22,9 @@ class Arrival(NamedTuple):
     """What a dispatch brought.
 
     Attributes:
-        x: `[N, H]` rows.
-        topk_weights: `[N]` (expert_major) or `[N, K]` (flat) float32, or None if none travelled.
+        x: `[N, H]` rows; slab: or `[E_local, capacity, H]`.
+        topk_weights: `[N]` (expert_major), `[N, K]` (flat) float32 (float64), or None if none travelled; slab: or
+            `[E_local, capacity]`.
         topk_idx: `[N, K]` int32 local ids (flat) or None.
         num_tokens_per_expert: `[E_local]` int32, without padding.
         offsets: `[E_local]` int32, inclusive prefix sums, padded; slab: None.
@@ -36,6 +37,13 @@ class Arrival(NamedTuple):
     num_tokens_per_expert: torch.Tensor
     offsets: torch.Tensor | None
     routing: Routing
+
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows `[N, H]` and weights `[N]` (flat: `[N, K]`), whatever the layout."""
+        x, weights = self.x, self.topk_weights
+        if x.dim() == 2:
+            return x, weights
+        return x.flatten(0, 1), None if weights is None else weights.flatten()
 
 
 class Returned(NamedTuple):

@@ -22,6 +22,7 @@ from moecomm.algorithms.eager_windows import EagerTools, Windows
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.codecs.base import RowFormat
+from moecomm.kernels.eager import Home
 from moecomm.kernels.registry import eager_kernels_for
 
 __all__ = ["Eager"]
@@ -43,7 +44,9 @@ class Eager(Algorithm):
 
     def __init__(self, exchange: Exchange, sizes: EagerSizes, max_in_flight: int) -> None:
         windows = Windows(exchange, sizes, num_windows=2 * max_in_flight)
-        self.tools = EagerTools(exchange, windows, sizes, eager_kernels_for("cpu"))
+        placement = exchange.placement
+        home = Home(exchange.rank, placement.expert_rank, placement.expert_local, exchange.tokens_per_expert)
+        self.tools = EagerTools(exchange, windows, sizes, eager_kernels_for("cpu"), home)
 
     def check_size(self, num_tokens: int) -> None:
         self.tools.sizes.check(num_tokens)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import add
-
 import torch
 
 from moecomm.algorithms.base import Returned
@@ -14,6 +12,8 @@ from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
 
 __all__ = ["EagerCombine"]
+
+_OPERATION = Operation.EAGER_COMBINE
 
 
 class EagerCombine:
@@ -53,29 +53,27 @@ class EagerCombine:
         if values is not None:
             self.planes += (values,)
             self.row_bytes += (values.element_size(),)
-        words = words_of(routing, row_format, values)
-        self.call = Call(Operation.EAGER_COMBINE, words, self._phases, self, routing.recording)
+        self.call = Call(_OPERATION, words_of(routing, row_format, values), self._phases, self, routing.recording)
 
     def _send(self) -> None:
-        exchange, windows, _, _ = self.tools
+        exchange, windows, *_ = self.tools
         call = self.call
         exchange.sequencer.await_readers(call)
-        offsets: list[int] = []
-        kept: list[object] = []
+        offsets: tuple[int, ...] = ()
+        kept: tuple[object, ...] = ()
         missing = 0
         for plane, row_bytes in zip(self.planes, self.row_bytes, strict=True):
             offset, keeper = self._share(plane, row_bytes)
             if keeper is None:
                 missing = missing or plane.nbytes
-            offsets.append(offset)
-            kept.append(keeper)
-        limit = exchange.memory.fixed_limit
-        exchange.sequencer.send_card(call, tuple(offsets), missing, limit, refused=missing > 0)
+            offsets += (offset,)
+            kept += (keeper,)
+        exchange.sequencer.send_card(call, offsets, missing, exchange.memory.fixed_limit, refused=missing > 0)
         windows.kept[call.sequence % windows.num_windows] = kept
 
     def _share(self, plane: torch.Tensor, row_bytes: int) -> tuple[int, object | None]:
         """Where peers can read the plane, and what keeps it there; (0, None) if there is no space for it."""
-        exchange, _, _, kernels = self.tools
+        exchange = self.tools.exchange
         memory, routing = exchange.memory, self.routing
         if plane.numel() == 0:
             return 0, plane
@@ -89,7 +87,7 @@ class EagerCombine:
         assert routing.counts is not None
         capacity = routing.capacity if routing.layout == "slab" else 0
         experts = exchange.placement.expert_range(exchange.rank)
-        kernels.copy_expert_rows(
+        self.tools.kernels.copy_expert_rows(
             block.address, plane, row_bytes, routing.counts, experts, capacity, routing.expert_alignment
         )
         return block.offset, block
@@ -97,8 +95,7 @@ class EagerCombine:
     def _receive(self) -> None:
         exchange, routing = self.tools.exchange, self.routing
         assert routing.routes is not None
-        offsets = exchange.offsets(self.call, len(self.planes))
-        addresses = [list(map(add, exchange.bases, plane)) for plane in offsets]
+        addresses = exchange.offsets(self.call, len(self.planes), exchange.bases)
         num_planes = len(self.row_format.plane_bytes)
         out = self.row_format.reduce(routing.routes.shape[0], routing.routes, addresses[:num_planes], self.topk_weights)
         values = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from moecomm import _C
@@ -11,11 +13,13 @@ from moecomm.algorithms.eager_windows import EagerTools
 from moecomm.algorithms.fixed_blocks import FixedBlock
 from moecomm.algorithms.plan import overflow_message
 from moecomm.algorithms.routing import Routing
-from moecomm.algorithms.signature import Operation, words_of
+from moecomm.algorithms.signature import Operation, origin_of
 from moecomm.codecs.base import RowFormat
-from moecomm.kernels.eager import Block, Incoming, Overflow, Sorted
+from moecomm.kernels.eager import Overflow, Sorted
 
 __all__ = ["EagerDispatch"]
+
+_OPERATION = Operation.EAGER_DISPATCH
 
 
 class EagerDispatch:
@@ -43,13 +47,16 @@ class EagerDispatch:
         self.row_format = row_format
         self.topk_weights = topk_weights
         value_bytes = 0 if topk_weights is None else topk_weights.element_size()
-        self.form = tools.sizes.form(routing.layout, routing.capacity, row_format.row_bytes, value_bytes)
-        words = words_of(routing, row_format, topk_weights)
-        self.call = Call(Operation.EAGER_DISPATCH, words, self._phases, self, routing.recording)
+        num_topk = routing.topk_idx.shape[1]
+        self.form = tools.sizes.form(
+            routing.layout, routing.capacity, routing.expert_alignment, row_format, num_topk, value_bytes
+        )
+        words = *self.form.words, origin_of(routing)
+        self.call = Call(_OPERATION, words, self._phases, self, routing.recording)
         self.leased: FixedBlock | None = None
 
     def _send(self) -> None:
-        exchange, windows, _, kernels = self.tools
+        exchange, windows, _, kernels, _ = self.tools
         call = self.call
         exchange.sequencer.await_readers(call)
         self.window = call.sequence % windows.num_windows
@@ -57,7 +64,7 @@ class EagerDispatch:
         (rows,) = self.row_format.encode(self.x)
         # Before anything is sent, so that the peers learn if there is no space.
         need = self.form.block.nbytes
-        leased = exchange.fixed_blocks.lease(need, self.form, self.form.num_used)
+        leased = exchange.fixed_blocks.lease(need, self.form.content)
         self.ids, self.fingerprint = kernels.send_eager(
             rows,
             self.routing.topk_idx,
@@ -69,44 +76,33 @@ class EagerDispatch:
         self.leased = leased
 
     def _receive(self) -> None:
-        exchange, windows, _, kernels = self.tools
-        routing, form = self.routing, self.form
+        exchange, windows, _, kernels, home = self.tools
+        routing, form, leased = self.routing, self.form, self.leased
         (num_tokens,) = exchange.offsets(self.call, 1)
-        assert self.leased is not None
-        rows = self.leased.block.address
-        values = rows + form.block.offsets[1] if form.value_bytes else 0
-        used, alignment = self.leased.used, routing.expert_alignment
-        block = Block(rows, values, used, form.capacity, alignment, form.num_rows, form.num_local)
-        incoming = Incoming(
-            windows.incoming[self.window], num_tokens, routing.topk_idx.shape[1], form.row_bytes, form.value_bytes
-        )
-        placement = exchange.placement
+        assert leased is not None
+        rows = leased.block.address
+        values = 0 if self.topk_weights is None else rows + form.block.offsets[1]
+        window = windows.incoming[self.window]
         try:
-            found = kernels.receive_eager(
-                incoming,
-                block,
-                placement.expert_rank,
-                placement.expert_local,
-                exchange.rank,
-                exchange.tokens_per_expert,
-            )
+            found = kernels.receive_eager(home, form.kernel, window, num_tokens, rows, values, leased.used)
         except Overflow as overflow:
             raise self._overflow(overflow) from None
-        x, weights = self.leased.give_out(self._tensors)
+        x, weights = leased.give_out(self._tensors)
         if routing.routes is None:
             routing = self._complete(found)
         self.call.result = Arrival(x, weights, None, found.num_tokens_per_expert, found.offsets, routing)
 
     def _tensors(self, block: _C.Block) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the block holds, as tensors."""
-        offsets, num_rows = self.form.block.offsets, self.form.num_rows
-        x = self.row_format.decode(block, offsets, num_rows)
+        offsets, shape = self.form.block.offsets, self.form.shape
+        x = self.row_format.decode(block, offsets, *shape)
         if self.topk_weights is None:
             return x, None
         dtype = self.topk_weights.dtype
-        if num_rows == 0:
-            return x, torch.empty(0, dtype=dtype)
-        return x, torch.frombuffer(block, dtype=dtype, count=num_rows, offset=offsets[1])
+        count = math.prod(shape)
+        if count == 0:
+            return x, torch.empty(shape, dtype=dtype)
+        return x, torch.frombuffer(block, dtype=dtype, count=count, offset=offsets[1]).resize_(shape)
 
     def _complete(self, found: Sorted) -> Routing:
         _, layout, alignment, *_ = routing = self.routing
@@ -117,7 +113,7 @@ class EagerDispatch:
 
     def _overflow(self, overflow: Overflow) -> ValueError:
         self.call.is_agreed_failure = True
-        what = f"expert {overflow.index}" if self.form.capacity else f"rank {overflow.index}"
+        what = f"expert {overflow.index}" if self.form.kernel.capacity else f"rank {overflow.index}"
         return ValueError(f"{self.call.title}: {overflow_message(what, overflow.need, overflow.room)}")
 
     _phases = (Phase("send", None, _send), Phase("receive", LANE_BEGUN, _receive))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from moecomm.algorithms.plan import BlockLayout, block_layout
-from moecomm.kernels.eager import message_bytes
+from moecomm.algorithms.plan import BlockLayout, Layout, block_layout
+from moecomm.algorithms.signature import Words, shape_words
+from moecomm.codecs.base import RowFormat
+from moecomm.kernels.eager import Form, message_bytes
 
 __all__ = ["EagerForm", "EagerSizes"]
 
@@ -16,25 +19,18 @@ class EagerForm(NamedTuple):
     """What a low-latency dispatch brings to one rank: rows and weights in one block.
 
     Attributes:
-        row_bytes: bytes of a row.
-        value_bytes: bytes of a weight; 0 = none travel.
-        capacity: slab: rows per expert; 0 = expert_major.
-        num_rows: N.
-        num_local: E_local.
+        kernel: what the kernels want to know.
+        shape: of the rows received but for H: `(E_local, capacity)` (slab) or `(N,)`.
+        content: of blocks with equal content the same is known when it is known which rows hold something.
         block: where rows and weights lie in the block.
+        words: what the ranks must agree on, but for the handle; see `moecomm.algorithms.signature`.
     """
 
-    row_bytes: int
-    value_bytes: int
-    capacity: int
-    num_rows: int
-    num_local: int
+    kernel: Form
+    shape: tuple[int, ...]
+    content: tuple[int, ...]
     block: BlockLayout
-
-    @property
-    def num_used(self) -> int:
-        """How many numbers say which rows of the block hold something; see `moecomm.kernels.eager.Block`."""
-        return max(1, self.num_local)
+    words: Words
 
 
 class EagerSizes:
@@ -64,7 +60,7 @@ class EagerSizes:
         self.max_topk = max_topk
         self.hidden = hidden
         self.capacity = num_ranks * max_tokens_per_rank
-        self._forms: dict[tuple[str, int, int, int], EagerForm] = {}
+        self._forms: dict[tuple[object, ...], EagerForm] = {}
 
     def check(self, num_tokens: int) -> None:
         """Raises ValueError if a call cannot have so many tokens."""
@@ -83,16 +79,30 @@ class EagerSizes:
         rows += self.max_local_experts * (expert_alignment - 1)
         return -(-rows // expert_alignment) * expert_alignment
 
-    def form(self, layout: str, capacity: int, row_bytes: int, value_bytes: int) -> EagerForm:
+    def form(
+        self,
+        layout: Layout,
+        capacity: int,
+        expert_alignment: int,
+        row_format: RowFormat,
+        num_topk: int,
+        value_bytes: int,
+    ) -> EagerForm:
         """What a dispatch brings here: `capacity` as `rows` gives it, `value_bytes` 0 without weights."""
-        key = (layout, capacity, row_bytes, value_bytes)
-        if key not in self._forms:
+        key = (layout, capacity, expert_alignment, row_format, num_topk, value_bytes)
+        form = self._forms.get(key)
+        if form is None:
             is_slab = layout == "slab"
-            num_rows = self.num_local_experts * capacity if is_slab else capacity
-            block = block_layout(num_rows, (row_bytes, value_bytes))
-            slab = capacity if is_slab else 0
-            self._forms[key] = EagerForm(row_bytes, value_bytes, slab, num_rows, self.num_local_experts, block)
-        return self._forms[key]
+            shape = (self.num_local_experts, capacity) if is_slab else (capacity,)
+            slab, row_bytes = capacity if is_slab else 0, row_format.row_bytes
+            form = self._forms[key] = EagerForm(
+                Form(num_topk, row_bytes, value_bytes, slab, expert_alignment, capacity),
+                shape,
+                (row_bytes, value_bytes, *shape),
+                block_layout(math.prod(shape), (row_bytes, value_bytes)),
+                shape_words(layout, expert_alignment, row_format, num_topk, value_bytes > 0),
+            )
+        return form
 
     @property
     def window_bytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
-from moecomm.kernels.eager import EagerKernels
+from moecomm.kernels.eager import EagerKernels, Home
 
 __all__ = ["EagerTools", "Windows"]
 
@@ -48,9 +48,11 @@ class EagerTools(NamedTuple):
         windows: where messages arrive.
         sizes: the fixed shapes.
         kernels: send, sort what arrives, copy.
+        home: who receives.
     """
 
     exchange: Exchange
     windows: Windows
     sizes: EagerSizes
     kernels: EagerKernels
+    home: Home

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,9 +58,10 @@ class Exchange(Session):
         self.mailbox = Mailbox(transport, num_counts, num_slots=2 * max_in_flight)
         largest_limit = max(transport.group.all_gather(memory_limit))
         self.memory = ReceiveMemory(transport, memory_limit, largest_limit, fixed_bytes)
-        self.fixed_blocks = FixedBlocks(self.memory)
         self.bases = [transport.peer(self.memory.region, rank) or 0 for rank in range(transport.num_ranks)]
-        self.tokens_per_expert = torch.zeros(len(placement.local_experts(self.rank)), dtype=torch.int64)
+        num_local = len(placement.local_experts(self.rank))
+        self.fixed_blocks = FixedBlocks(self.memory, num_local)
+        self.tokens_per_expert = torch.zeros(num_local, dtype=torch.int64)
         self.sequencer = Sequencer(transport, self.mailbox, max_in_flight, timeout)
         self.algorithms: Mapping[str, Algorithm] = {}
         """Set by whoever makes them: they need the session first."""
@@ -72,14 +73,14 @@ class Exchange(Session):
         call.is_agreed_failure = True
         return self.memory.exceeded(call.title, self.transport.describe_peer(rank), need, limit)
 
-    def offsets(self, call: Call, num_planes: int) -> list[list[int]]:
-        """What all ranks say in a call of fixed shape: their offsets, by plane and rank.
+    def offsets(self, call: Call, num_planes: int, bases: Sequence[int] = ()) -> list[list[int]]:
+        """What all ranks say in a call of fixed shape: their offsets, by plane and rank; `bases`, by rank, are added.
 
         Raises:
             CallMismatch, PeerFailed: as `Sequencer.cards`.
             MemoryLimitExceeded: on all ranks, if one has no space for its part.
         """
-        agreed = self.mailbox.agreed(call.sequence, num_planes)
+        agreed = self.mailbox.agreed(call.sequence, num_planes, bases)
         self.sequencer.check_notices(call)
         if agreed is not None:
             offsets, call.recorded = agreed

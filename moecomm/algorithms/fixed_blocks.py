@@ -7,7 +7,6 @@ and the whole block cleared, if torch has written to the tensors in between.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -17,27 +16,54 @@ from moecomm.algorithms.receive_memory import ReceiveMemory
 
 __all__ = ["FixedBlock", "FixedBlocks"]
 
+_NOTHING = torch.empty(0)
 _Given = tuple[torch.Tensor, torch.Tensor | None]
 
 
-@dataclasses.dataclass(eq=False)
+class _Watch:
+    """A tensor without memory that shares the version counter of one that was given out, and the counter's value then.
+
+    Arguments:
+        tensor: the one that is given out.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        torch._C._increment_version([tensor])
+        self.version = self.tensor._version
+        # Where torch keeps no account, as in some dispatch modes, the counters are not one and the same.
+        if self.version != tensor._version:
+            self.version = -1
+        # Keeps the version counter and lets go of the memory, whose death must return the block.
+        self.tensor.data = _NOTHING
+
+
 class _Note:
     """What is known of the memory of one block.
 
     Attributes:
         nbytes: its size.
-        form: what the rows in it looked like.
-        used: see `moecomm.kernels.eager.Block`.
-        watches: tensors without memory that share the version counters of those given out; None while it is unknown
-            who writes to the block.
-        versions: the counters' values then.
+        content: see `FixedBlocks.lease`.
+        used: see `moecomm.kernels.eager.EagerKernels.receive_eager`.
+        watches: what shows whether somebody has written to the tensors given out; empty while that is unknown.
     """
 
-    nbytes: int
-    form: tuple[object, ...]
-    used: torch.Tensor
-    watches: list[torch.Tensor] | None = None
-    versions: list[int] = dataclasses.field(default_factory=list)
+    __slots__ = ("content", "nbytes", "used", "watches")
+
+    def __init__(self, nbytes: int, content: tuple[int, ...], num_used: int) -> None:
+        self.nbytes = nbytes
+        self.content = content
+        self.used = torch.zeros(num_used, dtype=torch.int64)
+        self.watches: tuple[_Watch, ...] = ()
+
+    def is_intact(self) -> bool:
+        """Whether the rows that `used` names are all that is not zero."""
+        for watch in self.watches:
+            if watch.tensor._version != watch.version:
+                return False
+        return bool(self.watches)
 
 
 class FixedBlock:
@@ -59,20 +85,9 @@ class FixedBlock:
             with torch.inference_mode(False):  # where writes are not counted
                 return self.give_out(make)
         rows, weights = given = make(self.block)
-        tensors = [rows] if weights is None else [rows, weights]
-        watches = [tensor.detach() for tensor in tensors]
-        torch._C._increment_version(tensors)
-        versions = [watch._version for watch in watches]
-        # Where torch keeps no account, as in some dispatch modes, the counters are not one and the same.
-        if versions == [tensor._version for tensor in tensors]:
-            for watch in watches:
-                # Keeps the version counter and lets go of the memory, whose death must return the block.
-                watch.data = _NOTHING
-            self._note.watches, self._note.versions = watches, versions
+        watch = _Watch(rows)
+        self._note.watches = (watch,) if weights is None else (watch, _Watch(weights))
         return given
-
-
-_NOTHING = torch.empty(0)
 
 
 class FixedBlocks:
@@ -80,42 +95,38 @@ class FixedBlocks:
 
     Arguments:
         memory: where they lie.
+        num_local: E_local.
     """
 
-    def __init__(self, memory: ReceiveMemory) -> None:
+    def __init__(self, memory: ReceiveMemory, num_local: int) -> None:
         self._memory = memory
+        self._num_used = max(1, num_local)
         self._notes: dict[int, _Note] = {}
 
-    def lease(self, nbytes: int, form: tuple[object, ...], num_used: int) -> FixedBlock | None:
+    def lease(self, nbytes: int, content: tuple[int, ...]) -> FixedBlock | None:
         """A block that is zero but for the rows that `used` names; None if there is no space.
 
         Arguments:
             nbytes: its size.
-            form: bytes per row and the like: what `used` counts means the same only for the same form.
-            num_used: entries of `used`.
+            content: bytes per row, experts and the like: what `used` counts means the same only for equal content.
         """
         block = self._memory.allocate_arriving(nbytes)
         if block is None:
             return None
         note = self._notes.get(block.offset)
-        if note is None or note.nbytes != nbytes or note.form != form or not _is_intact(note):
+        if note is None or note.nbytes != nbytes or note.content != content or not note.is_intact():
             self._memory.clear(block)
             self._forget(block.offset, block.offset + nbytes)
-            note = self._notes[block.offset] = _Note(nbytes, form, torch.zeros(num_used, dtype=torch.int64))
-        note.watches = None
+            note = self._notes[block.offset] = _Note(nbytes, content, self._num_used)
+        note.watches = ()
         return FixedBlock(block, note)
 
     def distrust(self, offset: int) -> None:
         """Says that the block there, which is in use, may be written to without torch counting it."""
         note = self._notes.get(offset)
         if note is not None:
-            note.watches = None
+            note.watches = ()
 
     def _forget(self, begin: int, end: int) -> None:
         for start in [start for start, note in self._notes.items() if start < end and begin < start + note.nbytes]:
             del self._notes[start]
-
-
-def _is_intact(note: _Note) -> bool:
-    """Whether the rows that `used` names are all that is not zero."""
-    return note.watches is not None and [watch._version for watch in note.watches] == note.versions

@@ -14,6 +14,7 @@ overwritten before it is read; the mark says whether it concerned the call, and 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -154,13 +155,13 @@ class Mailbox:
         start = self._my_cards[words[0] % self.num_slots]
         self._transport.post(self._region, start, self._out_addresses[0], nbytes, lane, advance)
 
-    def agreed(self, sequence: int, num_planes: int) -> tuple[list[list[int]], bool] | None:
-        """Everybody's offsets, by plane and rank, and whether anybody records the call.
+    def agreed(self, sequence: int, num_planes: int, bases: Sequence[int]) -> tuple[list[list[int]], bool] | None:
+        """Everybody's offsets, by plane and rank, and whether anybody records the call. `bases`, by rank, are added.
 
         None unless all cards show the same call and nobody refused; then `cards` says more.
         """
         address = self._card_addresses[sequence % self.num_slots]
-        state, offsets = _C.read_cards(address, self._sizes[0], self._num_ranks, *_CARD_WORDS, num_planes)
+        state, offsets = _C.read_cards(address, self._sizes[0], self._num_ranks, *_CARD_WORDS, num_planes, bases)
         return (offsets, state == _RECORDED) if state else None
 
     def cards(self, sequence: int) -> list[Card]:

@@ -29,6 +29,7 @@ from moecomm.transports.base import Transport, WaitOutcome
 __all__ = ["Sequencer"]
 
 _log = logging.getLogger("moecomm.sequencer")
+_REACHED = WaitOutcome.REACHED
 
 # Kinds of notices. An agreed failure follows from what all ranks know, and all raise it alike, whether they find out
 # themselves or are told first; a rank that gave up because another did is not worth naming beside that one.
@@ -145,7 +146,8 @@ class Sequencer:
 
     def _run_phase(self, call: Call, wanted: Call | None = None) -> None:
         """Runs a phase; keeps what it raises for whoever waits for the call, or raises it if the call is `wanted`."""
-        _, lane, run = call.phases[call.num_run]
+        phases, num_run = call.phases, call.num_run
+        _, lane, run = phases[num_run]
         try:
             if lane is not None:
                 self._await(call, lane, call.sequence + 1)
@@ -164,8 +166,8 @@ class Sequencer:
             self._settle(call)
             raise
         else:
-            call.num_run += 1
-            if call.num_run == len(call.phases):
+            call.num_run = num_run = num_run + 1
+            if num_run == len(phases):
                 self._settle(call)
 
     def _settle(self, call: Call) -> None:
@@ -301,10 +303,11 @@ class Sequencer:
     def _await(self, call: Call, lane: int, at_least: int) -> None:
         """Waits until everybody has come so far; whether somebody gave up is for the phase to ask."""
         outcome = self.transport.wait(lane, at_least, self.timeout)
+        if outcome is _REACHED:  # an enumeration's member costs more than a name
+            return
         if outcome is WaitOutcome.LOST:
             raise self._lost(call, [rank for rank in self._gone() if self.transport.lane(lane, rank) < at_least])
-        if outcome is WaitOutcome.TIMEOUT:
-            raise self._timeout(call, lane, at_least)
+        raise self._timeout(call, lane, at_least)
 
     def _lost(self, call: Call, ranks: list[int]) -> PeerLost:
         who = ", ".join(self.transport.describe_peer(rank) for rank in ranks)

@@ -7,10 +7,11 @@ from functools import lru_cache
 
 import torch
 
+from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
 from moecomm.codecs.base import RowFormat, dtype_name
 
-__all__ = ["Operation", "Words", "describe", "words_of"]
+__all__ = ["Operation", "Words", "describe", "origin_of", "shape_words", "words_of"]
 
 Words = tuple[int, ...]
 
@@ -41,8 +42,9 @@ _LAYOUTS = ("expert_major", "flat", "slab")
 
 
 @lru_cache(maxsize=256)
-def _shape_words(layout: str, expert_alignment: int, row_words: tuple[int, ...], num_topk: int, extra: bool) -> Words:
-    return _LAYOUTS.index(layout), expert_alignment, *row_words, num_topk, int(extra)
+def shape_words(layout: Layout, expert_alignment: int, row_format: RowFormat, num_topk: int, extra: bool) -> Words:
+    """What ranks must agree on but for the handle, as 7 integers; see `words_of`."""
+    return _LAYOUTS.index(layout), expert_alignment, *row_format.words, num_topk, int(extra)
 
 
 def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None) -> Words:
@@ -56,8 +58,9 @@ def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None
         row_format: of its rows.
         extra: weights or values that travel beside the rows, or None.
     """
-    shape = (routing.layout, routing.expert_alignment, row_format.words, routing.topk_idx.shape[1], extra is not None)
-    return *_shape_words(*shape), _origin(routing)
+    num_topk = routing.topk_idx.shape[1]
+    words = shape_words(routing.layout, routing.expert_alignment, row_format, num_topk, extra is not None)
+    return *words, origin_of(routing)
 
 
 def describe(operation: int, words: Words) -> str:
@@ -76,7 +79,8 @@ def describe(operation: int, words: Words) -> str:
     return text + ")"
 
 
-def _origin(routing: Routing) -> int:
+def origin_of(routing: Routing) -> int:
+    """Number of the dispatch that made the handle, or -1."""
     if routing.origin is not None:
         return routing.origin
     return -1 if routing.stamp is None else int(routing.stamp[0])

@@ -77,8 +77,8 @@ class RowFormat(abc.ABC):
         """Turns `[N, H]` rows into planes, each `[N, ...]` with `plane_bytes` contiguous bytes per row."""
 
     @abc.abstractmethod
-    def decode(self, buffer: Any, offsets: Sequence[int], num_rows: int) -> torch.Tensor:
-        """Gives the `[num_rows, H]` rows whose planes lie at `offsets` of `buffer` (which the result keeps alive)."""
+    def decode(self, buffer: Any, offsets: Sequence[int], *shape: int) -> torch.Tensor:
+        """Gives the `[*shape, H]` rows whose planes lie at `offsets` of `buffer` (which the result keeps alive)."""
 
     @abc.abstractmethod
     def reduce(

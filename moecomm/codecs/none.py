@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,11 +26,11 @@ class PlainRows(RowFormat):
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x,)
 
-    def decode(self, buffer: Any, offsets: Sequence[int], num_rows: int) -> torch.Tensor:
-        count = num_rows * self.hidden
+    def decode(self, buffer: Any, offsets: Sequence[int], *shape: int) -> torch.Tensor:
+        count = math.prod(shape) * self.hidden
         if count == 0:
-            return torch.empty((num_rows, self.hidden), dtype=self.dtype)
-        return torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=offsets[0]).resize_(num_rows, self.hidden)
+            return torch.empty(*shape, self.hidden, dtype=self.dtype)
+        return torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=offsets[0]).resize_(*shape, self.hidden)
 
     def reduce(
         self,
@@ -38,7 +39,7 @@ class PlainRows(RowFormat):
         addresses: Sequence[Sequence[int]],
         weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        out = torch.empty((num_tokens, self.hidden), dtype=self.dtype)
+        out = torch.empty(num_tokens, self.hidden, dtype=self.dtype)
         if self.hidden:  # memory of rows without numbers may have no address
             self._kernels.combine_rows(out, routes, addresses[0], weights=weights)
         return out

@@ -183,9 +183,9 @@ class CpuRowKernels:
         number = check_floating("out", out)
         check_matrix("routes", routes, torch.int64)
         num_tokens, num_slots = routes.shape
-        hidden = out.shape[1]
-        if out.shape[0] != num_tokens:
-            raise ValueError(f"out has {out.shape[0]} rows; routes has {num_tokens}")
+        num_rows, hidden = out.shape
+        if num_rows != num_tokens:
+            raise ValueError(f"out has {num_rows} rows; routes has {num_tokens}")
         weights_address = 0
         if weights is not None:
             check_tensor("weights", weights, weights_dtype(out.dtype), (num_tokens, num_slots))

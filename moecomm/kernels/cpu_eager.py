@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moecomm import _C
-from moecomm.kernels.eager import Block, Incoming, Overflow, Sorted
+from moecomm.kernels.eager import Form, Home, Overflow, Sorted
 
 __all__ = ["CpuEagerKernels"]
 
@@ -18,15 +18,11 @@ __all__ = ["CpuEagerKernels"]
 class CpuEagerKernels:
     """Native low-latency kernels; see `moecomm.kernels.eager.EagerKernels` for what each does."""
 
-    def __init__(self) -> None:
-        # A tensor is made faster like another one than from a shape.
-        self._counts_like: dict[tuple[int, int], Tensor] = {}
-
     def send_eager(
         self, rows: Tensor, topk_idx: Tensor, weights: Tensor | None, expert_rank: Tensor, windows: Sequence[int]
     ) -> tuple[Tensor, int]:
         num_tokens, num_topk = topk_idx.shape
-        ids_out = torch.empty((num_tokens, num_topk), dtype=torch.int32)
+        ids_out = torch.empty(num_tokens, num_topk, dtype=torch.int32)
         itemsize = rows.element_size()
         fingerprint = _C.send_eager(
             topk_idx.data_ptr(),
@@ -47,47 +43,40 @@ class CpuEagerKernels:
 
     def receive_eager(
         self,
-        incoming: Incoming,
-        block: Block,
-        expert_rank: Tensor,
-        expert_local: Tensor,
-        rank: int,
-        tokens_per_expert: Tensor,
+        home: Home,
+        form: Form,
+        windows: Sequence[int],
+        num_tokens: Sequence[int],
+        rows: int,
+        values: int,
+        used: Tensor,
     ) -> Sorted:
-        num_experts = expert_rank.numel()
-        num_ranks = len(incoming.windows)
-        shape = (num_ranks, num_experts + num_ranks)
-        if shape not in self._counts_like:
-            self._counts_like[shape] = torch.empty(shape, dtype=torch.int32)
-        counts = torch.empty_like(self._counts_like[shape])
-        routes = torch.empty((incoming.num_tokens[rank], incoming.num_topk), dtype=torch.int64)
-        tokens = torch.empty(block.num_local, dtype=torch.int32)
-        offsets = tokens if block.capacity else torch.empty_like(tokens)
+        rank, expert_rank, expert_local, tokens_per_expert = home
+        num_experts, num_local = expert_rank.numel(), tokens_per_expert.numel()
+        counts = torch.empty(len(windows), num_experts + len(windows), dtype=torch.int32)
+        routes = torch.empty(num_tokens[rank], form.num_topk, dtype=torch.int64)
+        tokens = torch.empty(num_local, dtype=torch.int32)
+        offsets = None if form.capacity else torch.empty(num_local, dtype=torch.int32)
         index, need, room = _C.receive_eager(
-            incoming.windows,
-            incoming.num_tokens,
-            incoming.num_topk,
+            windows,
+            num_tokens,
             expert_rank.data_ptr(),
             expert_local.data_ptr(),
             num_experts,
             rank,
-            incoming.row_bytes,
-            incoming.value_bytes,
-            block.capacity,
-            block.alignment,
-            block.num_rows,
-            block.rows,
-            block.values,
-            block.used.data_ptr(),
+            *form,
+            rows,
+            values,
+            used.data_ptr(),
             counts.data_ptr(),
             routes.data_ptr(),
             tokens.data_ptr(),
-            0 if block.capacity else offsets.data_ptr(),
+            0 if offsets is None else offsets.data_ptr(),
             tokens_per_expert.data_ptr(),
         )
         if index >= 0:
             raise Overflow(index, need, room)
-        return Sorted(counts, routes, tokens, None if block.capacity else offsets)
+        return Sorted(counts, routes, tokens, offsets)
 
     def copy_expert_rows(
         self,

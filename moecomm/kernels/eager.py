@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["Block", "EagerKernels", "Incoming", "Overflow", "Sorted", "message_bytes"]
+__all__ = ["EagerKernels", "Form", "Home", "Overflow", "Sorted", "message_bytes"]
 
 _LINE = 64
 
@@ -25,45 +25,39 @@ def message_bytes(num_tokens: int, num_topk: int, row_bytes: int, value_bytes: i
     return sum(-(-part // _LINE) * _LINE for part in parts)
 
 
-class Incoming(NamedTuple):
-    """The messages of one call, as they lie in my windows.
+class Form(NamedTuple):
+    """What messages and the block that they fill look like: the same for calls of one kind.
 
     Attributes:
-        windows: address of each source's message, by rank.
-        num_tokens: T of each source, by rank.
         num_topk: K.
         row_bytes: bytes of a row.
         value_bytes: bytes of a weight; 0 = none travel.
-    """
-
-    windows: Sequence[int]
-    num_tokens: Sequence[int]
-    num_topk: int
-    row_bytes: int
-    value_bytes: int
-
-
-class Block(NamedTuple):
-    """Where the rows go.
-
-    Attributes:
-        rows: address of `[E_local, capacity, H]` (slab) or `[num_rows, H]` (expert_major).
-        values: address of the weights, in the same order, or 0.
-        used: `[max(1, E_local)]` int64, kept between the uses of a block: how many rows hold something; slab: of each
-            expert; expert_major: used[0] of all. The rest is zero.
         capacity: slab: rows per expert; 0 = expert_major.
         alignment: expert_major: each expert's rows are padded to a multiple of it.
         num_rows: expert_major: N, the same at every rank.
-        num_local: E_local.
     """
 
-    rows: int
-    values: int
-    used: Tensor
+    num_topk: int
+    row_bytes: int
+    value_bytes: int
     capacity: int
     alignment: int
     num_rows: int
-    num_local: int
+
+
+class Home(NamedTuple):
+    """Who receives: the same for all calls.
+
+    Attributes:
+        rank: mine.
+        expert_rank, expert_local: `[E]` int32: rank of each expert, and its index there.
+        tokens_per_expert: `[E_local]` int64; what arrives is added.
+    """
+
+    rank: int
+    expert_rank: Tensor
+    expert_local: Tensor
+    tokens_per_expert: Tensor
 
 
 class Sorted(NamedTuple):
@@ -122,21 +116,25 @@ class EagerKernels(Protocol):
 
     def receive_eager(
         self,
-        incoming: Incoming,
-        block: Block,
-        expert_rank: Tensor,
-        expert_local: Tensor,
-        rank: int,
-        tokens_per_expert: Tensor,
+        home: Home,
+        form: Form,
+        windows: Sequence[int],
+        num_tokens: Sequence[int],
+        rows: int,
+        values: int,
+        used: Tensor,
     ) -> Sorted:
         """Counts, places and copies what arrived.
 
         Arguments:
-            incoming: the messages.
-            block: where the rows go.
-            expert_rank, expert_local: `[E]` int32: rank of each expert, and its index there.
-            rank: mine.
-            tokens_per_expert: `[E_local]` int64; what arrived is added.
+            home: who receives.
+            form: of messages and block.
+            windows: address of each source's message, by rank.
+            num_tokens: T of each source, by rank.
+            rows: address of `[E_local, capacity, H]` (slab) or `[num_rows, H]` (expert_major).
+            values: address of the weights, in the same order, or 0.
+            used: `[max(1, E_local)]` int64, kept between the uses of a block: how many rows hold something; slab: of
+                each expert; expert_major: used[0] of all. The rest is zero.
 
         Raises:
             Overflow: it does not fit at some rank.
@@ -161,6 +159,6 @@ class EagerKernels(Protocol):
             row_bytes: of one.
             counts: `[R, E + R]` int32, as in a handle.
             local_experts: first expert here, and the first one behind the last.
-            capacity, alignment: as in `Block`.
+            capacity, alignment: as in `Form`.
         """
         ...

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moecomm.kernels.base import make_route
-from moecomm.kernels.eager import Block, Incoming, Overflow, Sorted
+from moecomm.kernels.eager import Form, Home, Overflow, Sorted
 from moecomm.kernels.reference import ReferenceRowKernels
 
 __all__ = ["ReferenceEagerKernels"]
@@ -55,18 +55,17 @@ class _Message:
     """One source's message. `ids` `[T, K]` int64; `values` `[T, K, value_bytes]` and `rows` `[n, row_bytes]` uint8;
     `row_of` `[T]`: which of the rows is a token's."""
 
-    def __init__(self, incoming: Incoming, source: int, expert_rank: Tensor, rank: int) -> None:
-        window, num_tokens = incoming.windows[source], incoming.num_tokens[source]
-        num_topk, value_bytes = incoming.num_topk, incoming.value_bytes
+    def __init__(self, home: Home, form: Form, window: int, num_tokens: int) -> None:
+        num_topk, value_bytes = form.num_topk, form.value_bytes
         values, rows = _starts(num_tokens, num_topk, value_bytes)
         raw = _bytes_at(window, num_tokens, num_topk * 4).clone()
         self.ids = raw.view(torch.int32).reshape(num_tokens, num_topk).long()
         self.values = _bytes_at(window + values, num_tokens, num_topk * value_bytes).reshape(
             num_tokens, num_topk, value_bytes
         )
-        is_here = _chose(self.ids, expert_rank, rank).any(dim=1)
+        is_here = _chose(self.ids, home.expert_rank, home.rank).any(dim=1)
         self.row_of = is_here.cumsum(0) - 1
-        self.rows = _bytes_at(window + rows, int(is_here.sum()), incoming.row_bytes)
+        self.rows = _bytes_at(window + rows, int(is_here.sum()), form.row_bytes)
 
 
 @final
@@ -94,23 +93,25 @@ class ReferenceEagerKernels:
 
     def receive_eager(
         self,
-        incoming: Incoming,
-        block: Block,
-        expert_rank: Tensor,
-        expert_local: Tensor,
-        rank: int,
-        tokens_per_expert: Tensor,
+        home: Home,
+        form: Form,
+        windows: Sequence[int],
+        num_tokens: Sequence[int],
+        rows: int,
+        values: int,
+        used: Tensor,
     ) -> Sorted:
-        num_experts, num_ranks = expert_rank.numel(), len(incoming.windows)
-        messages = [_Message(incoming, source, expert_rank, rank) for source in range(num_ranks)]
+        rank, expert_rank, expert_local, tokens_per_expert = home
+        num_experts, num_ranks = expert_rank.numel(), len(windows)
+        messages = [_Message(home, form, *message) for message in zip(windows, num_tokens, strict=True)]
         counts = torch.zeros((num_ranks, num_experts + num_ranks), dtype=torch.int32)
         for source, message in enumerate(messages):
-            chosen = message.ids[message.ids >= 0]
-            counts[source, :num_experts] = torch.bincount(chosen, minlength=num_experts)
+            named = message.ids[message.ids >= 0]
+            counts[source, :num_experts] = torch.bincount(named, minlength=num_experts)
             for peer in range(num_ranks):
                 counts[source, num_experts + peer] = _chose(message.ids, expert_rank, peer).any(dim=1).sum()
         totals: list[int] = counts[:, :num_experts].sum(dim=0).tolist()
-        starts, ends = self._place(totals, block, expert_rank.tolist(), expert_local.tolist())
+        starts, ends = self._place(totals, form, expert_rank.tolist(), expert_local.tolist())
 
         before = counts[:rank, :num_experts].sum(dim=0).tolist()
         following = [start + earlier for start, earlier in zip(starts, before, strict=True)]
@@ -122,46 +123,46 @@ class ReferenceEagerKernels:
                     following[expert] += 1
 
         here = [e for e in range(num_experts) if int(expert_rank[e]) == rank]
-        width = incoming.value_bytes if block.values else 0
+        widths = (form.row_bytes, form.value_bytes if values else 0)
         end = 0
         for expert in here:
             local, filled = int(expert_local[expert]), starts[expert] + totals[expert]
-            rows = [m.rows[m.row_of[(m.ids == expert).nonzero()[:, 0]]] for m in messages]
-            values = [m.values[m.ids == expert] for m in messages]
-            _write(block.rows, starts[expert], torch.cat(rows), incoming.row_bytes)
-            _write(block.values, starts[expert], torch.cat(values)[:, :width], width)
-            zero_to = starts[expert] + int(block.used[local]) if block.capacity else ends[expert]
-            _zero(block, filled, zero_to, incoming.row_bytes, width)
+            chosen = [m.rows[m.row_of[(m.ids == expert).nonzero()[:, 0]]] for m in messages]
+            weights = [m.values[m.ids == expert] for m in messages]
+            _write(rows, starts[expert], torch.cat(chosen), widths[0])
+            _write(values, starts[expert], torch.cat(weights)[:, : widths[1]], widths[1])
+            zero_to = starts[expert] + int(used[local]) if form.capacity else ends[expert]
+            _zero((rows, values), filled, zero_to, widths)
             end = ends[expert]
-            if block.capacity:
-                block.used[local] = totals[expert]
-        if not block.capacity:
-            _zero(block, end, int(block.used[0]), incoming.row_bytes, width)
-            block.used[0] = end
+            if form.capacity:
+                used[local] = totals[expert]
+        if not form.capacity:
+            _zero((rows, values), end, int(used[0]), widths)
+            used[0] = end
         arrived = torch.tensor([totals[e] for e in here], dtype=torch.int32)
         tokens_per_expert += arrived
-        offsets = None if block.capacity else torch.tensor([ends[e] for e in here], dtype=torch.int32)
+        offsets = None if form.capacity else torch.tensor([ends[e] for e in here], dtype=torch.int32)
         return Sorted(counts, routes, arrived, offsets)
 
     @staticmethod
     def _place(
-        totals: list[int], block: Block, expert_rank: list[int], expert_local: list[int]
+        totals: list[int], form: Form, expert_rank: list[int], expert_local: list[int]
     ) -> tuple[list[int], list[int]]:
         """Where each expert's rows begin and end (expert_major: padded) at its rank."""
         starts, ends = [], []
         filled: dict[int, int] = {}
         for expert, total in enumerate(totals):
             rank = expert_rank[expert]
-            if block.capacity:
-                if total > block.capacity:
-                    raise Overflow(expert, total, block.capacity)
-                start = expert_local[expert] * block.capacity
+            if form.capacity:
+                if total > form.capacity:
+                    raise Overflow(expert, total, form.capacity)
+                start = expert_local[expert] * form.capacity
                 end = start + total
             else:
                 start = filled.get(rank, 0)
-                end = start + _padded(total, block.alignment)
-                if end > block.num_rows:
-                    raise Overflow(rank, end, block.num_rows)
+                end = start + _padded(total, form.alignment)
+                if end > form.num_rows:
+                    raise Overflow(rank, end, form.num_rows)
             filled[rank] = end
             starts.append(start)
             ends.append(end)
@@ -193,6 +194,6 @@ def _write(base: int, first: int, rows: Tensor, row_bytes: int) -> None:
     _bytes_at(base + first * row_bytes, rows.shape[0], row_bytes).copy_(rows)
 
 
-def _zero(block: Block, begin: int, end: int, row_bytes: int, value_bytes: int) -> None:
-    for base, width in ((block.rows, row_bytes), (block.values, value_bytes)):
+def _zero(bases: tuple[int, int], begin: int, end: int, widths: tuple[int, int]) -> None:
+    for base, width in zip(bases, widths, strict=True):
         _bytes_at(base + begin * width, max(0, end - begin), width).zero_()
