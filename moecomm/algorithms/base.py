@@ -8,6 +8,8 @@ import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moecomm.algorithms.calls import Call
@@ -115,9 +117,10 @@ class Session(abc.ABC):
     algorithms: Mapping[str, Algorithm]
     tokens_per_expert: torch.Tensor
 
-    def count_tokens(self, num_tokens_per_expert: torch.Tensor) -> None:
-        """Adds what a dispatch brought, `[E_local]` int32, to the cumulative counts."""
-        self.tokens_per_expert += num_tokens_per_expert
+    def count_tokens(self, num_tokens_per_expert: npt.NDArray[np.int32]) -> None:
+        """Adds what a dispatch brought, `[E_local]`, to the cumulative counts."""
+        counts = self.tokens_per_expert.numpy()  # the same memory
+        counts += num_tokens_per_expert
 
     @abc.abstractmethod
     def waiting_times(self) -> tuple[list[float], list[float]]:

@@ -226,9 +226,9 @@ class Collective(Session):
             expert_alignment=routing.expert_alignment,
             routes=plan_routes(routing.topk_idx, placement.expert_rank, torch.from_numpy(plan.bases)),
             counts=torch.from_numpy(everybody),
-            stamp=torch.tensor((call.sequence, fingerprint), dtype=torch.int64),
             capacity=routing.capacity,
             origin=call.sequence,
+            fingerprint=fingerprint,
         )
 
     def _rows(self, routing: Routing) -> RowExchange:
@@ -267,7 +267,7 @@ class Collective(Session):
         planes = [rows.send(as_bytes(plane)[rows.tokens()]) for plane in row_format.encode(x)]
         buffer, offsets = join_planes(planes, rows.num_rows)
         weights, local_idx = self._send_metadata(rows, routing, topk_weights)
-        self.count_tokens(torch.from_numpy(plan.num_tokens_per_expert))
+        self.count_tokens(plan.num_tokens_per_expert)
         call.result = Arrival(
             x=row_format.decode(buffer, offsets, rows.num_rows),
             topk_weights=weights,

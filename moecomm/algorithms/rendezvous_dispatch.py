@@ -67,10 +67,9 @@ class Dispatch:
     def _announce(self) -> None:
         exchange, routing = self.exchange, self.routing
         placement = exchange.placement
-        fingerprint = exchange.kernels.count_routes(
+        self.fingerprint = exchange.kernels.count_routes(
             routing.topk_idx, placement.expert_rank, placement.num_ranks, exchange.mailbox.counts_out
         )
-        self.stamp = (self.call.sequence, fingerprint)
         exchange.sequencer.await_readers(self.call)
         exchange.sequencer.send_card(self.call, with_counts=True)
 
@@ -104,8 +103,8 @@ class Dispatch:
             expert_alignment=routing.expert_alignment,
             routes=plan_routes(routing.topk_idx, exchange.placement.expert_rank, torch.from_numpy(self.plan.bases)),
             counts=torch.from_numpy(counts),
-            stamp=torch.from_numpy(np.array(self.stamp)),
             origin=self.call.sequence,
+            fingerprint=self.fingerprint,
         )
 
     def _grant_cached(self) -> None:
@@ -175,13 +174,12 @@ class Dispatch:
         if self.topk_weights is not None:
             shape = (num_rows, num_topk) if self.flat else (num_rows,)
             weights = _view(block, self.topk_weights.dtype, offsets[-1], shape)
-        tokens = torch.from_numpy(self.plan.num_tokens_per_expert)
-        self.exchange.count_tokens(tokens)
+        self.exchange.count_tokens(self.plan.num_tokens_per_expert)
         self.call.result = Arrival(
             x=self.row_format.decode(block, offsets[:num_planes], num_rows),
             topk_weights=weights,
             topk_idx=topk_idx,
-            num_tokens_per_expert=tokens,
+            num_tokens_per_expert=torch.from_numpy(self.plan.num_tokens_per_expert),
             offsets=torch.from_numpy(self.plan.offsets),
             routing=self.routing,
         )
