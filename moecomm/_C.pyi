@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 # cpu: rows, values and ids (csrc/cpu)
 
 def combine_rows(
@@ -28,6 +31,15 @@ def count_routes(
 ) -> int: ...
 def cpu_features() -> dict[str, bool]: ...
 def instruction_set() -> str: ...
+def plan_exchange(
+    counts: npt.NDArray[np.int32],
+    first_expert: npt.NDArray[np.int64],
+    rank: int,
+    order: int,
+    alignment: int,
+    capacity: int,
+    /,
+) -> tuple[npt.NDArray[np.int64], list[int], npt.NDArray[np.int32], npt.NDArray[np.int32], int, int, int]: ...
 def plan_expert_major(
     topk_idx: int,
     is_int64: bool,

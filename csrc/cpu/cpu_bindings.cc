@@ -1,13 +1,16 @@
 // Binds the row kernels. Everything is an integer here: addresses of contiguous arrays and their sizes. The callers in
 // moecomm/kernels/cpu.py have checked them.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <optional>
 
+#include "check.h"
 #include "cpu/combine.h"
 #include "cpu/features.h"
 #include "cpu/gradient.h"
+#include "cpu/plan.h"
 #include "cpu/push.h"
 #include "cpu/routing.h"
 #include "cpu/stream.h"
@@ -60,6 +63,27 @@ void bind_routing(py::module_& m) {
         ReleaseGil release(num_tokens * num_topk * 8);
         plan_flat(routing_of(topk_idx, is_int64, num_tokens, num_topk, expert_rank, num_experts, num_ranks),
                   at<const int64_t>(bases), at<int64_t>(routes));
+    });
+}
+
+// What numpy needs to know of a vector's copy.
+template <class T>
+py::array_t<T> array_of(const std::vector<T>& values) {
+    return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+void bind_plan(py::module_& m) {
+    m.def("plan_exchange", [](const py::array_t<int32_t, py::array::c_style>& counts,
+                              const py::array_t<int64_t, py::array::c_style>& first_expert, int64_t rank, int order,
+                              int64_t alignment, int64_t capacity) {
+        const int64_t num_ranks = first_expert.size() - 1, num_experts = first_expert.at(num_ranks);
+        MC_CHECK(counts.ndim() == 2 && counts.shape(0) == num_ranks && counts.shape(1) == num_experts + num_ranks,
+                 "plan_exchange: counts must be [R, E + R]");
+        MC_CHECK(rank >= 0 && rank < num_ranks && alignment >= 1, "plan_exchange: rank or alignment out of range");
+        const ExchangePlan plan = plan_exchange({counts.data(), num_ranks, num_experts, first_expert.data(), rank,
+                                                 static_cast<RowOrder>(order), alignment, capacity});
+        return py::make_tuple(array_of(plan.bases), plan.rows_per_rank, array_of(plan.num_tokens_per_expert),
+                              array_of(plan.offsets), plan.most_rows, plan.overflow_index, plan.overflow_rows);
     });
 }
 
@@ -162,6 +186,7 @@ void bind_machine(py::module_& m) {
 
 void bind_cpu(py::module_& m) {
     bind_routing(m);
+    bind_plan(m);
     bind_rows(m);
     bind_values(m);
     bind_machine(m);

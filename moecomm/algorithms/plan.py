@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from moecomm import _C
 from moecomm.placement import Placement
 
 __all__ = ["BlockLayout", "Layout", "Plan", "block_layout", "overflow_message", "plan_exchange"]
@@ -18,6 +19,7 @@ __all__ = ["BlockLayout", "Layout", "Plan", "block_layout", "overflow_message", 
 Layout = Literal["expert_major", "flat", "slab"]
 
 _MAX_ROWS = 2**31 - 1
+_ORDERS = {"expert_major": 0, "flat": 1, "slab": 2}  # as in csrc/cpu/plan.h
 _PLANE_ALIGNMENT = 64
 
 
@@ -25,11 +27,12 @@ class Plan(NamedTuple):
     """One rank's view of an exchange.
 
     Attributes:
-        bases: where my rows begin. EXPERT_MAJOR: `[E]` int64, row at the expert's rank of my first route to it;
+        bases: where my rows begin. EXPERT_MAJOR, SLAB: `[E]` int64, row at the expert's rank of my first route to it;
             FLAT: `[R]` int64, row at each rank of my first token.
         rows_per_rank: `[R]`: rows that each rank receives, padding included.
         num_tokens_per_expert: `[E_local]` int32: routes that arrive here for each local expert.
-        offsets: `[E_local]` int32: inclusive prefix sums of those, each padded to the alignment.
+        offsets: `[E_local]` int32: inclusive prefix sums of those, each padded to the alignment; SLAB: where each
+            expert's rows end.
     """
 
     bases: npt.NDArray[np.int64]
@@ -59,55 +62,15 @@ def plan_exchange(
     Raises:
         ValueError: if a rank would receive more rows than fit; the same on every rank.
     """
-    num_experts = placement.num_experts
-    first = placement.first_expert
-    totals = np.add.reduce(counts[:, :num_experts], axis=0, dtype=np.int64)
-    padded = totals if expert_alignment == 1 else -(-totals // expert_alignment) * expert_alignment
-    ends = np.zeros(num_experts + 1, dtype=np.int64)
-    np.cumsum(padded, out=ends[1:])
-    rank_starts = ends[first]
-    expert_rows = rank_starts[1:] - rank_starts[:-1]
-    if layout == "slab":
-        return _plan_slabs(counts, totals, placement, rank, capacity)
-    if layout == "expert_major":
-        rows = np.full_like(expert_rows, capacity) if capacity else expert_rows
-        if capacity and expert_rows.max() > capacity:
-            full = int(expert_rows.argmax())
-            raise ValueError(overflow_message(f"rank {full}", expert_rows[full], capacity))
-        bases = ends[:-1] - rank_starts[placement.rank_of_expert]
-        bases += np.add.reduce(counts[:rank, :num_experts], axis=0, dtype=np.int64)
-    else:
-        per_rank = counts[:, num_experts:]
-        rows = np.add.reduce(per_rank, axis=0, dtype=np.int64)
-        bases = np.add.reduce(per_rank[:rank], axis=0, dtype=np.int64)
-    rows_per_rank: list[int] = rows.tolist()
-    # Also with flat rows the experts' offsets must fit.
-    most = max(max(rows_per_rank), *expert_rows.tolist())
+    bases, rows_per_rank, tokens, offsets, most, full, need = _C.plan_exchange(
+        counts, placement.first_expert, rank, _ORDERS[layout], expert_alignment, capacity
+    )
+    if full >= 0:
+        what = f"expert {full}" if layout == "slab" else f"rank {full}"
+        raise ValueError(overflow_message(what, need, capacity))
     if most > _MAX_ROWS:
         raise ValueError(f"a rank would receive {most} rows, at most {_MAX_ROWS} are possible: {rows_per_rank}")
-    begin, end = placement.expert_range(rank)
-    return Plan(
-        bases=bases,
-        rows_per_rank=rows_per_rank,
-        num_tokens_per_expert=totals[begin:end].astype(np.int32),
-        offsets=(ends[begin + 1 : end + 1] - rank_starts[rank]).astype(np.int32),
-    )
-
-
-def _plan_slabs(
-    counts: npt.NDArray[np.int32], totals: npt.NDArray[np.int64], placement: Placement, rank: int, capacity: int
-) -> Plan:
-    full = int(totals.argmax())
-    if totals[full] > capacity:
-        raise ValueError(overflow_message(f"expert {full}", totals[full], capacity))
-    starts = placement.expert_local.numpy().astype(np.int64) * capacity
-    begin, end = placement.expert_range(rank)
-    return Plan(
-        bases=starts + np.add.reduce(counts[:rank, : placement.num_experts], axis=0, dtype=np.int64),
-        rows_per_rank=[len(placement.local_experts(peer)) * capacity for peer in range(placement.num_ranks)],
-        num_tokens_per_expert=totals[begin:end].astype(np.int32),
-        offsets=(starts + totals)[begin:end].astype(np.int32),
-    )
+    return Plan(bases, rows_per_rank, tokens, offsets)
 
 
 def overflow_message(what: str, need: int, room: int) -> str:
