@@ -17,11 +17,9 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Kernels made under the interpreter cannot be compiled, and Triton decides at its first import.
 os.environ.pop("TRITON_INTERPRET", None)
@@ -34,7 +32,6 @@ from moecomm.kernels.triton import ptx, ptx_rules  # noqa: E402
 from moecomm.kernels.triton.compile_case import CompileCase, all_cases  # noqa: E402
 from moecomm.kernels.triton.cross_compile import cross_compile  # noqa: E402
 
-CAPABILITIES = (80, 90, 100)
 PAGE = ROOT / "docs" / "kernels.md"
 HEAD = """# Triton kernels, compiled
 
@@ -59,12 +56,20 @@ CI fails, with Triton 3.6.0 and with the newest, for sm_80, sm_90 and sm_100, if
 """
 
 
-def compile_one(name: str, capability: int, modules: list[str], cache: str) -> dict[str, Any]:
+def facts_of(case: CompileCase, capability: int) -> dict[str, Any]:
+    return {
+        "name": case.name,
+        "capability": capability,
+        "num_warps": case.num_warps,
+        "moves_rows": case.moves_rows,
+    }
+
+
+def compile_one(case: CompileCase, capability: int, cache: Path) -> dict[str, Any]:
     """Numbers and broken rules of one case, as plain values."""
-    case = next(case for case in cases_of(modules) if case.name == name)
-    result = {"name": name, "capability": capability, "num_warps": case.num_warps, "moves_rows": case.moves_rows}
+    result = facts_of(case, capability)
     try:
-        compiled = cross_compile(case, capability, Path(cache))
+        compiled = cross_compile(case, capability, cache)
     except Exception as error:  # noqa: BLE001  whatever a compiler raises: the other kernels are looked at all the same
         return {**result, "faults": {"compile": [f"{type(error).__name__}: {error}"]}}
     loads, stores, order = Counter(), Counter(), Counter()
@@ -94,17 +99,40 @@ def cases_of(modules: list[str]) -> list[CompileCase]:
     return [case for module in modules for case in import_module(module).compile_cases()] if modules else all_cases()
 
 
-def compile_cases(capabilities: list[int], modules: list[str], cache: str, jobs: int) -> list[dict[str, Any]]:
-    """All results, by capability and name."""
-    todo = [
-        (case.name, capability)
-        for capability in capabilities
-        for case in cases_of(modules)
-        if capability >= case.min_capability
-    ]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(compile_one, name, capability, modules, cache) for name, capability in todo]
-        return [future.result() for future in futures]
+def compile_all(cases: list[CompileCase], capabilities: list[int], cache: Path, jobs: int) -> list[dict[str, Any]]:
+    """All results, by capability, in the order of the cases; each is compiled in a process of its own."""
+    todo = [(case, capability) for capability in capabilities for case in cases if capability >= case.min_capability]
+    with tempfile.TemporaryDirectory() as folder:
+        running: set[int] = set()
+        for index, (case, capability) in enumerate(todo):
+            while len(running) >= jobs:
+                running.discard(os.wait()[0])
+            pid = os.fork()
+            if pid == 0:
+                compile_in_child(case, capability, cache, Path(folder) / str(index))
+            running.add(pid)
+        while running:
+            running.discard(os.wait()[0])
+        return [result_of(case, capability, Path(folder) / str(n)) for n, (case, capability) in enumerate(todo)]
+
+
+def compile_in_child(case: CompileCase, capability: int, cache: Path, name: Path) -> NoReturn:
+    """Leaves the result in `name`.json, and in `name`.err what compilers say when they abort, as they do at times."""
+    os.dup2(os.open(name.with_suffix(".err"), os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    status = 1
+    try:
+        name.with_suffix(".json").write_text(json.dumps(compile_one(case, capability, cache)), encoding="utf-8")
+        status = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def result_of(case: CompileCase, capability: int, name: Path) -> dict[str, Any]:
+    if name.with_suffix(".json").exists():
+        return json.loads(name.with_suffix(".json").read_text(encoding="utf-8"))
+    said = name.with_suffix(".err").read_text(encoding="utf-8", errors="replace").strip()
+    return {**facts_of(case, capability), "faults": {"compile": [f"the compiler died: {said[:500]}"]}}
 
 
 def page_of(results: list[dict[str, Any]]) -> str:
@@ -136,14 +164,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; compare and judge")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, and not the page")
-    parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES, metavar="N", help="such as 90 100")
+    parser.add_argument(
+        "--capabilities", type=int, nargs="+", default=[80, 90, 100], metavar="N", help="such as 90 100"
+    )
     parser.add_argument("--modules", nargs="+", default=[], metavar="NAME", help="modules with compile_cases instead")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     cache = Path(tempfile.gettempdir()) / f"moecomm-kernels-{os.getuid()}"
-    parser.add_argument("--cache", default=str(cache), metavar="FOLDER", help="results that may be used again")
+    parser.add_argument("--cache", type=Path, default=cache, metavar="FOLDER", help="results that may be used again")
     args = parser.parse_args()
 
-    results = compile_cases(list(args.capabilities), args.modules, args.cache, args.jobs)
+    results = compile_all(cases_of(args.modules), args.capabilities, args.cache, args.jobs)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
         return 0

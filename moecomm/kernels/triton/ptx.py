@@ -105,6 +105,8 @@ class Instruction:
         """Whether every thread of a block of `num_threads` waits here for every other, whatever the predicates."""
         if self.predicate or self.opcode not in ("bar", "barrier") or not self.has("sync", "red"):
             return False
+        if self.has("warp"):
+            return num_threads is not None and num_threads <= 32
         operands = [operand.strip() for operand in self.operands.split(",")]
         threads = operands[1:] if self.has("sync") else operands[2:-1]
         return not threads or threads == [str(num_threads)]
@@ -123,8 +125,8 @@ class Instruction:
     def width(self) -> int:
         """Bytes that one thread moves; 0 where the operands decide."""
         if self.opcode == "cp":
-            size = re.findall(r",\s*(4|8|16)\b", self.operands)
-            return int(size[0]) if size and not self.has("bulk") else 0
+            size = re.search(r"\],\s*(0x[0-9a-f]+|\d+)", self.operands.partition(",")[2])
+            return int(size[1], 0) if size and not self.has("bulk") else 0
         elements, bits = 1, 0
         for qualifier in self.qualifiers:
             if qualifier in ("v2", "v4", "v8"):
