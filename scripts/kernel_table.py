@@ -59,6 +59,7 @@ CI fails, with Triton 3.6.0 and with the newest, for sm_80, sm_90 and sm_100, if
 def facts_of(case: CompileCase, capability: int) -> dict[str, Any]:
     return {
         "name": case.name,
+        "kernel": case.kernel.__name__,
         "capability": capability,
         "num_warps": case.num_warps,
         "moves_rows": case.moves_rows,
