@@ -185,10 +185,11 @@ def main() -> int:
                 failed = True
                 print(f"{result['name']}, sm_{result['capability']}: {rule}: {fault}")
     page = page_of(results)
+    there = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
     if not args.check:
         PAGE.write_text(page, encoding="utf-8")
         print(f"{PAGE.relative_to(ROOT)}: {len(results)} kernels compiled")
-    elif f"by Triton {triton.__version__} " not in (there := PAGE.read_text(encoding="utf-8")):
+    elif there and f"by Triton {triton.__version__} " not in there:
         print(f"{len(results)} kernels compiled by Triton {triton.__version__}; the page is another version's")
     elif page != there:
         failed = True
