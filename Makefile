@@ -26,11 +26,14 @@ setup: $(VENV)/.built
 
 # The stamps make a second run instant: dependencies are installed again only when their files change,
 # the native part is built again only when its sources do.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt constraints-triton.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "Python >= 3.10 is needed; $(PYTHON) is $$($(PYTHON) --version). Say PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev,cli]'
+	$(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints-triton.txt triton || \
+		echo "Triton is not available here; its tests are skipped"
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed setup.py $(NATIVE)
