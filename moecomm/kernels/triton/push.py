@@ -47,7 +47,7 @@ def push_rows_kernel(
 
     Arguments:
         rows, row_stride: address of row 0 and bytes between rows; unused if HAS_SOURCES.
-        sources: `[T]` int64 address of each row, if HAS_SOURCES.
+        sources: `[T]` int64 address of each row, if HAS_SOURCES; tokens with 0 have none and go nowhere.
         num_units: ALIGNMENT bytes each, of a row.
         routes: `[T, num_slots]` int64.
         addresses: `[R]` int64.
@@ -63,6 +63,7 @@ def push_rows_kernel(
     is_column = (c < num_columns)[None, :]
     if HAS_SOURCES:
         source = tl.load(sources + t, mask=is_token, other=0)
+        is_token &= source != 0
     else:
         source = tl.cast(rows, tl.int64) + t * row_stride
     piece = tl.load(
@@ -143,7 +144,7 @@ def push_address_rows(sources: Tensor, alignment: int, row_bytes: int, routes: T
     """Pushes rows that lie anywhere.
 
     Arguments:
-        sources: `[T]` int64, the address of each row; 0 for a token without a route.
+        sources: `[T]` int64, the address of each row; 0 = none, then it goes nowhere.
         alignment: a power of two up to 16 that divides all of them and `row_bytes`.
         row_bytes: of a row.
         routes, addresses: as in `moecomm.kernels.base`.
