@@ -7,8 +7,9 @@ from typing import Any, cast
 
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
+from moecomm.kernels.experts import ExpertKernels
 
-__all__ = ["available_kernels", "eager_kernels_for", "kernels_for"]
+__all__ = ["available_kernels", "eager_kernels_for", "expert_kernels_for", "kernels_for"]
 
 _KNOWN = {
     "cpu": ("moecomm.kernels.cpu", "CpuRowKernels"),
@@ -19,6 +20,10 @@ _KNOWN_EAGER = {
     "cpu": ("moecomm.kernels.cpu_eager", "CpuEagerKernels"),
     "reference": ("moecomm.kernels.reference_eager", "ReferenceEagerKernels"),
     "triton": ("moecomm.kernels.triton.eager", "TritonEagerKernels"),
+}
+_KNOWN_EXPERTS = {
+    "torch": ("moecomm.kernels.torch_experts", "TorchExpertKernels"),
+    "triton": ("moecomm.kernels.triton.grouped_swiglu", "TritonExpertKernels"),
 }
 
 _made: dict[tuple[str, str], Any] = {}
@@ -49,9 +54,22 @@ def eager_kernels_for(device_type: str) -> EagerKernels:
     return cast(EagerKernels, _make(device_type, _KNOWN_EAGER))
 
 
+def expert_kernels_for(name: str) -> ExpertKernels:
+    """What computes the experts.
+
+    Arguments:
+        name: "torch" for torch's grouped product, "triton" for our own.
+
+    Raises:
+        ValueError: the name is not known.
+        ImportError: a package that it needs is missing.
+    """
+    return cast(ExpertKernels, _make(name, _KNOWN_EXPERTS))
+
+
 def _make(device_type: str, known: dict[str, tuple[str, str]]) -> Any:
     if device_type not in known:
-        raise ValueError(f"device_type is {device_type!r}; there are kernels for {', '.join(available_kernels())}")
+        raise ValueError(f"device_type is {device_type!r}; there are kernels for {', '.join(sorted(known))}")
     where = known[device_type]
     if where not in _made:
         module, name = where

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moecomm.nn.arithmetic import as_arithmetic
+from moecomm.nn.backends import as_backend, choose_backend
 from moecomm.nn.grouped_swiglu import grouped_swiglu
 
 if TYPE_CHECKING:
@@ -42,7 +43,13 @@ class GroupedExperts(nn.Module):
         row_by_row: multiply each row by itself. Slower, but a token's output then has the same bits whatever tokens
             are in the batch beside it and (where H * I is a multiple of 16) however many ranks there are: for inference
             that must repeat exactly. Calls with gradients enabled are refused. Also an attribute, to be switched.
+        backend: "loops" multiplies expert by expert; "torch" by torch.nn.functional.grouped_mm; "triton" by kernels of
+            our own; "auto" takes "loops" on CPUs, elsewhere the faster of the others, measured once per family of
+            shapes. All but "loops" read no value on the host, and trust the offsets. `row_by_row` implies "loops".
         dtype: of the weights, torch's default when None.
+
+    Attributes:
+        chosen_backend: what "auto" came to in the last call outside a compiler; None before.
 
     Raises:
         ValueError: a size, id or name that makes no sense.
@@ -59,6 +66,7 @@ class GroupedExperts(nn.Module):
         std: float = 0.02,
         arithmetic: str = "auto",
         row_by_row: bool = False,
+        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -79,6 +87,8 @@ class GroupedExperts(nn.Module):
         self.std = std
         self.arithmetic = as_arithmetic(arithmetic)
         self.row_by_row = row_by_row
+        self.backend = as_backend(backend)
+        self.chosen_backend: str | None = None
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_local_experts, 2 * intermediate, hidden, device=device, dtype=dtype)
         )
@@ -124,7 +134,8 @@ class GroupedExperts(nn.Module):
             rows, or a rank without any, gets gradients that are zero tensors.
 
         Raises:
-            ValueError: shapes, dtypes or offsets that do not fit; `row_by_row` with gradients enabled.
+            ValueError: shapes, dtypes or offsets that do not fit; `row_by_row` with gradients enabled; a backend that
+                cannot serve such tensors.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(f"x must be [N, hidden = {self.hidden}], got {list(x.shape)}")
@@ -142,6 +153,12 @@ class GroupedExperts(nn.Module):
                 f"out must be contiguous {x.dtype} {list(x.shape)}, got {out.dtype} {list(out.shape)}"
                 f"{'' if out.is_contiguous() else ', not contiguous'}"
             )
+        backend: str = "loops" if self.row_by_row else self.backend
+        if not torch.compiler.is_compiling():
+            weights = (gate_up_proj, down_proj)
+            trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights))
+            backend = choose_backend(backend, x, offsets, gate_up_proj, down_proj=down_proj, trains=trains)
+            self.chosen_backend = backend
         return grouped_swiglu(
             x,
             offsets,
@@ -150,6 +167,7 @@ class GroupedExperts(nn.Module):
             out=out,
             arithmetic=self.arithmetic,
             row_by_row=self.row_by_row,
+            backend=backend,
         )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

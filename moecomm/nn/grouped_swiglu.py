@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moecomm.kernels.registry import expert_kernels_for
+from moecomm.nn.backends import choose_backend
 from moecomm.nn.swiglu_loops import fill_gradients, fill_outputs
 
 __all__ = ["grouped_swiglu"]
@@ -27,6 +29,7 @@ def grouped_swiglu(
     out: Tensor | None = None,
     arithmetic: str = "auto",
     row_by_row: bool = False,
+    backend: str = "auto",
 ) -> Tensor:
     """Applies each expert to its rows. Differentiable (once) in `x`, `gate_up_proj` and `down_proj`.
 
@@ -37,14 +40,17 @@ def grouped_swiglu(
         down_proj: `[E, H, I]`, dtype of `gate_up_proj`, which may differ from that of `x`.
         out: `[N, H]`, contiguous, dtype of `x`; the last product writes into it. None = new memory.
         arithmetic: "auto", "native" or "float32", see `compute_dtype`.
-        row_by_row: multiply each row by itself, so that its bits do not depend on the others. Without gradients only.
+        row_by_row: multiply each row by itself, so that its bits do not depend on the others. Without gradients only,
+            and always by "loops".
+        backend: "auto", "loops", "torch" or "triton", see `moecomm.nn.backends`. All but "loops" trust `offsets`.
 
     Returns:
         `[N, H]`, dtype of `x`; in the memory of `out` if given. Rows beyond offsets[-1] are zero; in `out` they are
         left as they are.
 
     Raises:
-        ValueError: shapes or offsets that do not fit together; `row_by_row` with gradients or within a compiler.
+        ValueError: shapes or offsets that do not fit together; `row_by_row` with gradients or within a compiler; a
+            backend that cannot serve such tensors.
     """
     if row_by_row:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -62,52 +68,56 @@ def grouped_swiglu(
             row_by_row=True,
         )
         return y
+    tensors = (x, offsets, gate_up_proj, down_proj)
     if out is None:
-        return torch.ops.moecomm.grouped_swiglu(x, offsets, gate_up_proj, down_proj, arithmetic)  # type: ignore[no-any-return]
+        return torch.ops.moecomm.grouped_swiglu(*tensors, arithmetic, backend)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
         # A compiler plans the memory itself; the copy it makes of this is its own business.
-        return out.copy_(torch.ops.moecomm.grouped_swiglu(x, offsets, gate_up_proj, down_proj, arithmetic))
+        return out.copy_(torch.ops.moecomm.grouped_swiglu(*tensors, arithmetic, backend))
     if not torch.is_grad_enabled():
-        y = out.detach()
-        _fill_given(x, offsets, gate_up_proj, down_proj, y=y, hidden=None, arithmetic=arithmetic)
-        return y
-    return _GroupedSwiglu.apply(x, offsets, gate_up_proj, down_proj, out, arithmetic)  # type: ignore[no-any-return, no-untyped-call]
+        return _outputs(*tensors, out=out.detach(), keeps_hidden=False, arithmetic=arithmetic, backend=backend)[0]
+    return _GroupedSwiglu.apply(*tensors, out, arithmetic, backend)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _fill_given(
+def _outputs(
     x: Tensor,
     offsets: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
     *,
-    y: Tensor,
-    hidden: Tensor | None,
+    out: Tensor | None,
+    keeps_hidden: bool,
     arithmetic: str,
-) -> None:
-    """`fill_outputs` into memory that the caller gave, whose rows beyond the last are not worth the time to clear."""
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    """The outputs, and gate and up if they are kept. Rows of a given `out` beyond the last are not worth clearing."""
+    chosen = choose_backend(backend, x, offsets, gate_up_proj, down_proj=down_proj, trains=keeps_hidden)
+    x = x.contiguous()
+    if chosen != "loops":
+        return expert_kernels_for(chosen).outputs(
+            x, offsets, gate_up_proj, down_proj, out=out, keeps_hidden=keeps_hidden
+        )
+    y = torch.empty_like(x) if out is None else out
+    hidden = x.new_empty(x.shape[0], gate_up_proj.shape[1]) if keeps_hidden else None
     fill_outputs(
-        x.contiguous(),
-        offsets,
-        gate_up_proj,
-        down_proj,
-        y=y,
-        hidden=hidden,
-        arithmetic=arithmetic,
-        clears_tail=False,
+        x, offsets, gate_up_proj, down_proj, y=y, hidden=hidden, arithmetic=arithmetic, clears_tail=out is None
     )
+    return y, hidden
 
 
-def _op_forward(x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    fill_outputs(x.contiguous(), offsets, gate_up_proj, down_proj, y=y, hidden=None, arithmetic=arithmetic)
-    return y
+def _op_forward(
+    x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str, backend: str = "auto"
+) -> Tensor:
+    tensors = (x, offsets, gate_up_proj, down_proj)
+    return _outputs(*tensors, out=None, keeps_hidden=False, arithmetic=arithmetic, backend=backend)[0]
 
 
 def _op_forward_keeping(
-    x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str
+    x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str, backend: str
 ) -> tuple[Tensor, Tensor]:
-    y, hidden = _fake_forward_keeping(x, offsets, gate_up_proj, down_proj, arithmetic)
-    fill_outputs(x.contiguous(), offsets, gate_up_proj, down_proj, y=y, hidden=hidden, arithmetic=arithmetic)
+    tensors = (x, offsets, gate_up_proj, down_proj)
+    y, hidden = _outputs(*tensors, out=None, keeps_hidden=True, arithmetic=arithmetic, backend=backend)
+    assert hidden is not None
     return y, hidden
 
 
@@ -120,8 +130,25 @@ def _op_backward(
     hidden: Tensor,
     needs: list[bool],
     arithmetic: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _fake_backward(grad_y, x, offsets, gate_up_proj, down_proj, hidden, needs, arithmetic)
+    chosen = choose_backend(backend, x, offsets, gate_up_proj, down_proj=down_proj, trains=True)
+    if chosen != "loops":
+        made = expert_kernels_for(chosen).gradients(
+            grad_y.contiguous(),
+            x.contiguous(),
+            offsets,
+            gate_up_proj,
+            down_proj=down_proj,
+            hidden=hidden,
+            needs=(needs[0], needs[1], needs[2]),
+        )
+        first, second, third = (
+            like.new_empty(0) if grad is None else grad
+            for grad, like in zip(made, (x, gate_up_proj, down_proj), strict=True)
+        )
+        return first, second, third
+    grads = _fake_backward(grad_y, x, offsets, gate_up_proj, down_proj, hidden, needs, arithmetic, backend)
     wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
     fill_gradients(
         grad_y.contiguous(),
@@ -138,12 +165,14 @@ def _op_backward(
     return grads
 
 
-def _fake_forward(x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str) -> Tensor:
+def _fake_forward(
+    x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str, backend: str = "auto"
+) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _fake_forward_keeping(
-    x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str
+    x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str, backend: str
 ) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return y, torch.empty(x.shape[0], gate_up_proj.shape[1], dtype=x.dtype, device=x.device)
@@ -158,6 +187,7 @@ def _fake_backward(
     hidden: Tensor,
     needs: list[bool],
     arithmetic: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # A gradient that nobody needs is an empty tensor: an op cannot return None.
     shapes = [tensor.shape if need else (0,) for tensor, need in zip((x, gate_up_proj, down_proj), needs, strict=True)]
@@ -178,16 +208,23 @@ class _GroupedSwiglu(torch.autograd.Function):
         down_proj: Tensor,
         out: Tensor | None,
         arithmetic: str,
+        backend: str,
     ) -> Tensor:
         y: Tensor
         ctx.arithmetic = arithmetic
+        ctx.backend = backend
+        tensors = (x, offsets, gate_up_proj, down_proj)
         if out is None:
-            y, hidden = torch.ops.moecomm.grouped_swiglu_keeping(x, offsets, gate_up_proj, down_proj, arithmetic)
+            y, hidden = torch.ops.moecomm.grouped_swiglu_keeping(*tensors, arithmetic, backend)
         else:
             # Another tensor on the same memory: to autograd the result is new, and `out` stays what it was.
-            y = out.detach()
-            hidden = x.new_empty(x.shape[0], gate_up_proj.shape[1]) if any(ctx.needs_input_grad) else None
-            _fill_given(x, offsets, gate_up_proj, down_proj, y=y, hidden=hidden, arithmetic=arithmetic)
+            y, hidden = _outputs(
+                *tensors,
+                out=out.detach(),
+                keeps_hidden=any(ctx.needs_input_grad),
+                arithmetic=arithmetic,
+                backend=backend,
+            )
         ctx.save_for_backward(x, offsets, gate_up_proj, down_proj, hidden)
         return y
 
@@ -197,27 +234,30 @@ class _GroupedSwiglu(torch.autograd.Function):
         x, offsets, gate_up_proj, down_proj, hidden = ctx.saved_tensors
         needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[2], ctx.needs_input_grad[3]]
         grads = torch.ops.moecomm.grouped_swiglu_backward(
-            grad_y, x, offsets, gate_up_proj, down_proj, hidden, needs, ctx.arithmetic
+            grad_y, x, offsets, gate_up_proj, down_proj, hidden, needs, ctx.arithmetic, ctx.backend
         )
         grad_x, grad_gate_up_proj, grad_down_proj = (
             grad if need else None for grad, need in zip(grads, needs, strict=True)
         )
-        return grad_x, None, grad_gate_up_proj, grad_down_proj, None, None
+        return grad_x, None, grad_gate_up_proj, grad_down_proj, None, None, None
 
 
-def _op_autograd(x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str) -> Tensor:
+def _op_autograd(
+    x: Tensor, offsets: Tensor, gate_up_proj: Tensor, down_proj: Tensor, arithmetic: str, backend: str = "auto"
+) -> Tensor:
+    tensors = (x, offsets, gate_up_proj, down_proj)
     if torch.is_grad_enabled() and (x.requires_grad or gate_up_proj.requires_grad or down_proj.requires_grad):
-        return _GroupedSwiglu.apply(x, offsets, gate_up_proj, down_proj, None, arithmetic)  # type: ignore[no-any-return, no-untyped-call]
+        return _GroupedSwiglu.apply(*tensors, None, arithmetic, backend)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.moecomm.grouped_swiglu(x, offsets, gate_up_proj, down_proj, arithmetic)  # type: ignore[no-any-return]
+        return torch.ops.moecomm.grouped_swiglu(*tensors, arithmetic, backend)  # type: ignore[no-any-return]
 
 
 _ARGUMENTS = "Tensor x, Tensor offsets, Tensor gate_up_proj, Tensor down_proj"
 _library: Any = torch.library.Library("moecomm", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"grouped_swiglu({_ARGUMENTS}, str arithmetic) -> Tensor")
-_library.define(f"grouped_swiglu_keeping({_ARGUMENTS}, str arithmetic) -> (Tensor, Tensor)")
+_library.define(f"grouped_swiglu({_ARGUMENTS}, str arithmetic, str backend='auto') -> Tensor")
+_library.define(f"grouped_swiglu_keeping({_ARGUMENTS}, str arithmetic, str backend) -> (Tensor, Tensor)")
 _library.define(
-    f"grouped_swiglu_backward(Tensor grad_y, {_ARGUMENTS}, Tensor hidden, bool[] needs, str arithmetic) "
+    f"grouped_swiglu_backward(Tensor grad_y, {_ARGUMENTS}, Tensor hidden, bool[] needs, str arithmetic, str backend) "
     "-> (Tensor, Tensor, Tensor)"
 )
 for _name, _implementation, _fake in (

@@ -1,0 +1,73 @@
+"""The gradient of gathered rows: every source row gets the sum of the gradients of the rows that were taken from it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moecomm.kernels.triton.runtime import launch
+
+__all__ = ["sum_gathered_rows", "sum_rows_kernel"]
+
+
+@triton.jit
+def sum_rows_kernel(
+    rows_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    begins_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_columns: tl.tensor,
+    stride_rows: tl.tensor,
+    stride_out: tl.tensor,
+    num_blocks: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    source = (tl.program_id(0) // num_blocks).to(tl.int64)
+    columns = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < num_columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in range(tl.load(begins_ptr + source), tl.load(ends_ptr + source)):
+        row = tl.load(order_ptr + place)
+        total += tl.load(rows_ptr + row * stride_rows + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out_ptr + source * stride_out + columns, total.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+def sum_gathered_rows(rows: Tensor, row_idx: Tensor, num_source_rows: int) -> Tensor:
+    """out[s] = sum of rows[n] over the n with row_idx[n] = s, in ascending n, in fp32, rounded once.
+
+    Arguments:
+        rows: `[N, H]` floating, columns contiguous.
+        row_idx: `[N]` int32 or int64; values outside 0 .. S - 1 take part in no sum.
+        num_source_rows: S.
+
+    Returns:
+        `[S, H]`, dtype of `rows`; zeros where no row was taken from. The order of the sum is always the same.
+    """
+    out = torch.empty(num_source_rows, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    if out.numel() == 0:
+        return out
+    taken, order = torch.sort(row_idx.long(), stable=True)
+    sources = torch.arange(num_source_rows, device=rows.device)
+    begins = torch.searchsorted(taken, sources)
+    ends = torch.searchsorted(taken, sources, right=True)
+    block = min(1024, triton.next_power_of_2(rows.shape[1]))
+    num_blocks = -(-rows.shape[1] // block)
+    launch(
+        sum_rows_kernel,
+        num_source_rows * num_blocks,
+        out.device,
+        rows,
+        order,
+        begins,
+        ends,
+        out,
+        rows.shape[1],
+        rows.stride(0),
+        out.stride(0),
+        num_blocks,
+        BLOCK=block,
+    )
+    return out

@@ -1,0 +1,115 @@
+"""Which implementation computes the experts: as asked for, or the faster one as measured.
+
+"loops"    one product per expert, any device and dtype; reads the offsets on the host
+"torch"    torch.nn.functional.grouped_mm
+"triton"   kernels of our own
+"auto"     "loops" on CPUs. On CUDA "triton" or "torch": both are timed once per family of shapes, the choice is kept
+           on disk, and logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from moecomm.kernels.choices import Choices
+from moecomm.kernels.registry import expert_kernels_for
+
+__all__ = ["BACKENDS", "Backend", "as_backend", "choose_backend"]
+
+Backend = Literal["auto", "loops", "torch", "triton"]
+BACKENDS = ("auto", "loops", "torch", "triton")
+
+_NUM_RUNS = 5
+
+_log = logging.getLogger("moecomm.nn")
+_choices = Choices()
+_told: set[tuple[Any, ...]] = set()
+
+
+def as_backend(value: str) -> Backend:
+    """Checks the name of a backend.
+
+    Raises:
+        ValueError: it is none of `BACKENDS`.
+    """
+    if value not in BACKENDS:
+        raise ValueError(f"backend must be one of {list(BACKENDS)}, got {value!r}")
+    return cast("Backend", value)
+
+
+def choose_backend(
+    requested: str, x: Tensor, offsets: Tensor, gate_up_proj: Tensor, *, down_proj: Tensor, trains: bool
+) -> str:
+    """The backend for these tensors: "loops", "torch" or "triton".
+
+    Arguments:
+        requested: one of `BACKENDS`.
+        x, offsets, gate_up_proj, down_proj: as for `grouped_swiglu`.
+        trains: whether gradients will be wanted; they are then part of what is measured.
+
+    Raises:
+        ValueError: the backend asked for cannot serve such tensors; the message says why.
+    """
+    if requested == "loops" or (requested == "auto" and x.device.type != "cuda"):
+        return "loops"
+    candidates = ["triton", "torch"] if requested == "auto" else [requested]
+    refusals = {name: _refusal(name, x, gate_up_proj, down_proj) for name in candidates}
+    able = [name for name in candidates if refusals[name] is None]
+    if requested != "auto":
+        if not able:
+            raise ValueError(f"backend {requested!r} cannot compute these experts: {refusals[requested]}")
+        return requested
+    num_rows = max(1, -(-x.shape[0] // max(1, gate_up_proj.shape[0])))
+    family = (1 << (num_rows - 1).bit_length(), *gate_up_proj.shape, x.dtype, gate_up_proj.dtype, trains, x.device)
+    chosen = able[0] if able else "loops"
+    measures = len(able) > 1 and x.shape[0] > 0 and gate_up_proj.shape[0] > 0
+    if measures and not torch.cuda.is_current_stream_capturing():
+        key = {
+            "what": "experts",
+            "family": [str(part) for part in family[:-1]],
+            "device": torch.cuda.get_device_name(x.device),
+            "versions": {name: expert_kernels_for(name).version for name in able},
+        }
+        chosen = _choices.choose(
+            key, able, lambda name: _time(name, x, offsets, gate_up_proj, down_proj=down_proj, trains=trains)
+        )
+    if (family, chosen) not in _told:
+        _told.add((family, chosen))
+        others = {name: reason for name, reason in refusals.items() if reason is not None}
+        _log.info("experts of %s rows each, weights %s: %s (%s)", family[0], family[1:4], chosen, others or "faster")
+    return chosen
+
+
+def _refusal(name: str, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> str | None:
+    try:
+        return expert_kernels_for(name).refusal(x, gate_up_proj, down_proj)
+    except ImportError as error:
+        return str(error)
+
+
+@torch.no_grad()
+def _time(name: str, x: Tensor, offsets: Tensor, gate_up_proj: Tensor, *, down_proj: Tensor, trains: bool) -> float:
+    """Milliseconds of a forward, and a backward if `trains`: the median of some runs after one that is not counted."""
+    kernels = expert_kernels_for(name)
+    x = x.contiguous()
+
+    def run() -> None:
+        y, hidden = kernels.outputs(x, offsets, gate_up_proj, down_proj, out=None, keeps_hidden=trains)
+        if hidden is not None:
+            needs = (True, True, True)
+            kernels.gradients(y, x, offsets, gate_up_proj, down_proj=down_proj, hidden=hidden, needs=needs)
+
+    run()
+    times: list[float] = []
+    for _ in range(_NUM_RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[_NUM_RUNS // 2]
