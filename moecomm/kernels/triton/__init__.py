@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA tensors. The package itself imports nothing: `import moecomm` never needs Triton."""
