@@ -161,7 +161,7 @@ class Chaos:
         if current in can_run and self._random.random() < self._stays:
             return current
         if self._random.random() < 0.02:  # someone becomes slow, or is in a hurry
-            self._random.choice(can_run).weight = self._random.choice([0.001, 0.05, 1.0, 20.0])
+            self._random.choice(can_run).weight = self._random.choice([0.02, 0.2, 1.0, 5.0])
         return self._random.choices(can_run, [task.weight for task in can_run])[0]
 
     def _give_turn(self, task):
@@ -192,7 +192,8 @@ class Chaos:
         self._resume(task)
 
     def _clock(self):
-        """Nanoseconds; time passes by being looked at."""
+        """Nanoseconds; time passes by being looked at. Who looks is waiting, so the others get more turns."""
+        self._current.weight = max(0.01, self._current.weight / 4)
         self._switch()
         self._now += 1000
         return self._now

@@ -110,7 +110,7 @@ def test_a_peer_that_does_not_come_is_reported_once_by_all_programs_that_wait(se
             if rank == 2:
                 return None
             signals.signal_all(me.boards, rank, 1, n=4)
-            me.copy(out, 0, at_least=4, timeout_ns=3_000_000)
+            me.copy(out, 0, at_least=4, timeout_ns=30_000)
             with pytest.raises(PeerTimeout) as caught:
                 signals.raise_if_behind(chaos.read(me.status), "call #0")
             assert (chaos.read(out) == -1).all()
