@@ -52,7 +52,8 @@ def test_codec(name, check):
 
 @pytest.mark.parametrize("check", kernels.CHECKS, ids=name_of)
 @pytest.mark.parametrize("instruction_set", ["generic", "avx2", "avx512"])
-@pytest.mark.parametrize("name", [name for name in available_kernels() if name != "reference"])
+# The Triton kernels are held to it in tests/triton.
+@pytest.mark.parametrize("name", [name for name in available_kernels() if name not in ("reference", "triton")])
 def test_kernels(name, instruction_set, check):
     if not _C.cpu_features()[instruction_set]:
         pytest.skip(f"this processor has no {instruction_set}")

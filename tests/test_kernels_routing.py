@@ -262,7 +262,7 @@ def test_instruction_sets_by_name():
 
 
 def test_kernels_by_name():
-    assert available_kernels() == ["cpu", "reference"]
+    assert available_kernels() == ["cpu", "reference", "triton"]
     assert kernels_for("cpu") is kernels_for("cpu")
-    with pytest.raises(ValueError, match="'cuda'; there are kernels for cpu, reference"):
+    with pytest.raises(ValueError, match="'cuda'; there are kernels for cpu, reference, triton"):
         kernels_for("cuda")

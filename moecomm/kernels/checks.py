@@ -1,4 +1,7 @@
-"""Checks of tensor arguments; each names the argument, what it is and what is wanted."""
+"""Checks of tensor arguments; each names the argument, what it is and what is wanted.
+
+`device` is where a tensor must be; None = the CPU.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,18 @@ FLOAT_FORMATS = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.fl
 """The dtypes that rows can be added in, with their numbers in the native code."""
 
 
-def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Refuses a tensor that is not contiguous on the CPU with this dtype and shape."""
-    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or not tensor.is_cpu:
-        _refuse(name, tensor, f"contiguous {dtype} {list(shape)} on cpu")
+def check_tensor(
+    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None = None
+) -> None:
+    """Refuses a tensor that is not contiguous on the device with this dtype and shape."""
+    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or _is_away(tensor, device):
+        _refuse(name, tensor, f"contiguous {dtype} {list(shape)}", device)
 
 
-def check_matrix(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Refuses a tensor that is not a contiguous matrix on the CPU with this dtype."""
-    if tensor.dtype is not dtype or tensor.dim() != 2 or not tensor.is_contiguous() or not tensor.is_cpu:
-        _refuse(name, tensor, f"a contiguous matrix of {dtype} on cpu")
+def check_matrix(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Refuses a tensor that is not a contiguous matrix on the device with this dtype."""
+    if tensor.dtype is not dtype or tensor.dim() != 2 or not tensor.is_contiguous() or _is_away(tensor, device):
+        _refuse(name, tensor, f"a contiguous matrix of {dtype}", device)
 
 
 def format_number(name: str, dtype: torch.dtype) -> int:
@@ -42,10 +47,10 @@ def format_number(name: str, dtype: torch.dtype) -> int:
     return number
 
 
-def check_floating(name: str, tensor: Tensor) -> int:
+def check_floating(name: str, tensor: Tensor, device: torch.device | None = None) -> int:
     """Refuses a tensor that is not a contiguous matrix of a dtype rows can be added in; gives the dtype's number."""
     number = format_number(name, tensor.dtype)
-    check_matrix(name, tensor, tensor.dtype)
+    check_matrix(name, tensor, tensor.dtype, device)
     return number
 
 
@@ -56,21 +61,27 @@ def value_bytes(name: str, dtype: torch.dtype) -> int:
     return dtype.itemsize
 
 
-def check_values(name: str, tensor: Tensor, shape: tuple[int, ...]) -> int:
-    """Refuses a tensor that is not contiguous float32 or float64 on the CPU with this shape; gives a value's bytes."""
+def check_values(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device | None = None) -> int:
+    """Refuses a tensor that is not contiguous float32 or float64 on the device with this shape; gives bytes of one."""
     num_bytes = value_bytes(name, tensor.dtype)
-    check_tensor(name, tensor, tensor.dtype, shape)
+    check_tensor(name, tensor, tensor.dtype, shape, device)
     return num_bytes
 
 
-def check_ids(name: str, tensor: Tensor) -> Tensor:
-    """Refuses a tensor that is not a matrix of int32 or int64 on the CPU; gives a contiguous one of the same values."""
-    if (tensor.dtype is not torch.int64 and tensor.dtype is not torch.int32) or tensor.dim() != 2 or not tensor.is_cpu:
-        _refuse(name, tensor, "a matrix of torch.int32 or torch.int64 on cpu")
+def check_ids(name: str, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Refuses a tensor that is not a matrix of int32 or int64 on the device; gives it contiguous."""
+    is_id = tensor.dtype is torch.int64 or tensor.dtype is torch.int32
+    if not is_id or tensor.dim() != 2 or _is_away(tensor, device):
+        _refuse(name, tensor, "a matrix of torch.int32 or torch.int64", device)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def _refuse(name: str, tensor: Tensor, wanted: str) -> NoReturn:
+def _is_away(tensor: Tensor, device: torch.device | None) -> bool:
+    return not tensor.is_cpu if device is None else tensor.device != device
+
+
+def _refuse(name: str, tensor: Tensor, wanted: str, device: torch.device | None) -> NoReturn:
     strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
-    message = f"{name} is {tensor.dtype} {list(tensor.shape)}{strides} on {tensor.device}; wanted {wanted}"
-    raise (TypeError if str(tensor.dtype) not in wanted else ValueError)(message)
+    message = f"{name} is {tensor.dtype} {list(tensor.shape)}{strides} on {tensor.device}"
+    kind = TypeError if str(tensor.dtype) not in wanted else ValueError
+    raise kind(f"{message}; wanted {wanted} on {device or 'cpu'}")

@@ -13,10 +13,12 @@ __all__ = ["available_kernels", "eager_kernels_for", "kernels_for"]
 _KNOWN = {
     "cpu": ("moecomm.kernels.cpu", "CpuRowKernels"),
     "reference": ("moecomm.kernels.reference", "ReferenceRowKernels"),
+    "triton": ("moecomm.kernels.triton.rows", "TritonRowKernels"),
 }
 _KNOWN_EAGER = {
     "cpu": ("moecomm.kernels.cpu_eager", "CpuEagerKernels"),
     "reference": ("moecomm.kernels.reference_eager", "ReferenceEagerKernels"),
+    "triton": ("moecomm.kernels.triton.eager", "TritonEagerKernels"),
 }
 
 _made: dict[tuple[str, str], Any] = {}
@@ -31,10 +33,13 @@ def kernels_for(device_type: str) -> RowKernels:
     """The row kernels of a device.
 
     Arguments:
-        device_type: "cpu" for the native ones, "reference" for the pure torch ones (CPU tensors, slow, for comparison).
+        device_type: "cpu" for the native ones, "reference" for the pure torch ones (CPU tensors, slow, for comparison),
+            "triton" for CUDA tensors; those take CPU tensors (slow, for tests) if TRITON_INTERPRET=1 is set before
+            Triton is imported.
 
     Raises:
         ValueError: the name is not known; the message lists those that are.
+        ImportError: Triton is not installed.
     """
     return cast(RowKernels, _make(device_type, _KNOWN))
 
@@ -50,5 +55,11 @@ def _make(device_type: str, known: dict[str, tuple[str, str]]) -> Any:
     where = known[device_type]
     if where not in _made:
         module, name = where
-        _made[where] = getattr(import_module(module), name)()
+        try:
+            found = import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ImportError(f"the kernels {device_type!r} need Triton: pip install triton") from error
+        _made[where] = getattr(found, name)()
     return _made[where]

@@ -1,0 +1,88 @@
+"""How rows are cut into tiles: some tokens by some columns for each program, and how wide a column may be moved."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from moecomm.kernels.triton.rounding import TRITON_DTYPES
+from moecomm.kernels.triton.runtime import num_blocks
+
+__all__ = ["Moves", "Tile", "moves_of", "numbers_of", "route_pointers", "row_pointers", "tile_of"]
+
+_TILE_BYTES = 8192  # four times 16 for each of 128 threads
+_MOST_COLUMNS = 4096  # a thread keeps its sums in registers
+_INTEGERS: dict[int, Any] = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+class Moves(NamedTuple):
+    """How rows pass through a kernel.
+
+    Attributes:
+        dtype: of a column, Triton's.
+        alignment: bytes of a unit; every row begins and ends at a multiple of it.
+        per_unit: columns of a unit.
+        num_units: of a row.
+    """
+
+    dtype: Any
+    alignment: int
+    per_unit: int
+    num_units: int
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_units * self.per_unit
+
+
+def moves_of(row_bytes: int, alignment: int) -> Moves:
+    """Bytes moved as the widest integers that fit. `alignment` must divide `row_bytes`."""
+    width = min(alignment, 8)
+    return Moves(_INTEGERS[width], alignment, alignment // width, row_bytes // alignment)
+
+
+def numbers_of(name: str, dtype: torch.dtype, row_bytes: int, alignment: int) -> Moves:
+    """Numbers of this dtype. `alignment` must divide `row_bytes`.
+
+    Raises:
+        ValueError: a number would not begin at a multiple of its size, which a GPU cannot load.
+    """
+    if alignment % dtype.itemsize:
+        raise ValueError(f"{name} begins at a multiple of {alignment} bytes; {dtype} needs {dtype.itemsize}")
+    return Moves(TRITON_DTYPES[dtype], alignment, alignment // dtype.itemsize, row_bytes // alignment)
+
+
+class Tile(NamedTuple):
+    """Tokens and columns of one program, powers of two, and how many programs it takes."""
+
+    tokens: int
+    columns: int
+    num_programs: int
+
+
+def tile_of(num_tokens: int, moves: Moves) -> Tile:
+    """Whole rows where they are short, pieces of one row where they are long."""
+    elements = min(_MOST_COLUMNS, _TILE_BYTES * moves.per_unit // moves.alignment)
+    columns = min(elements, triton.next_power_of_2(max(1, moves.num_columns)))
+    tokens = min(elements // columns, triton.next_power_of_2(max(1, num_tokens)))
+    return Tile(tokens, columns, num_blocks(num_tokens, tokens) * num_blocks(moves.num_columns, columns))
+
+
+@triton.jit
+def row_pointers(address: tl.tensor, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr) -> tl.tensor:
+    """`[n, 1]` pointers to column 0 of rows at these `[n]` addresses, known to be multiples of the alignment."""
+    # The hint must have one dimension: tensors of one element become scalars before it is read.
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT)[:, None]
+
+
+@triton.jit
+def route_pointers(
+    route: tl.tensor, addresses: tl.tensor, row_bytes: tl.int64, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr
+) -> tl.tensor:
+    """`[n, 1]` pointers to column 0 of the rows that these `[n]` routes name; of no use where a route is -1."""
+    base = tl.load(addresses + (route >> 40), mask=route >= 0, other=0)
+    address = base + (route & 0xFFFFFFFFFF) * row_bytes
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT)[:, None]
