@@ -12,8 +12,9 @@ What another program must see of it is what the memory model of GPUs says:
 - A kernel sees what the kernels before it on its rank have stored or been handed.
 - Whatever else a program loads may be there or not. Stores to one place keep the order in which one sees the other.
 
-All choices follow from a seed. Each rank is a function that launches kernels as usual; it must read results with `read`
-and write device memory with `write`.
+All choices follow from a seed. Each rank is a function that launches kernels as usual. Memory that more than one rank
+reaches must be named and outlive `run`; ranks look at it with `read` and change it with `write`. All other memory is of
+one rank, which finds there what a kernel has stored when the kernel has ended.
 """
 
 import contextlib
@@ -80,11 +81,13 @@ class Chaos:
 
     Arguments:
         seed: of all choices.
+        shared: tensors that more than one rank reaches.
         max_steps: accesses to memory by all ranks together, before `Stuck` is raised.
     """
 
-    def __init__(self, seed, max_steps=400_000):
+    def __init__(self, seed, shared=(), max_steps=400_000):
         self._random = random.Random(seed)
+        self._shared = [(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize) for tensor in shared]
         self._steps_left = max_steps
         self._stays = self._random.choice([0.0, 0.5, 0.9])  # how readily a task keeps its turn
         self._arrives = self._random.choice([0.0, 0.01, 0.3])  # how readily a store comes to memory by itself
@@ -94,7 +97,6 @@ class Chaos:
         self._next_bit = 1
         self._handed = {}  # address of a counter: {(is_sys, rank): stores}
         self._now = 0
-        self._kept = []  # tensors whose memory stores may still come to
 
     def run(self, *ranks):
         """Calls the functions, one per rank; returns their results, or raises what the first that failed raised."""
@@ -122,13 +124,11 @@ class Chaos:
     def read(self, tensor):
         """A copy of a tensor as the calling rank sees it behind the kernels that it has launched."""
         self._switch()
-        begin = tensor.data_ptr()
-        with self._shown(begin, begin + tensor.numel() * tensor.element_size()):
+        with self._shown(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize):
             return tensor.clone()
 
     def write(self, tensor, value):
         """Fills a contiguous tensor, in the order of the calling rank's kernels."""
-        self._kept.append(tensor)
         filled = torch.full_like(tensor, value).reshape(-1).view(torch.uint8).numpy().tobytes()
         self._put(tensor.data_ptr(), filled)
         self._current.view.fence()
@@ -200,7 +200,6 @@ class Chaos:
 
     def _launch(self, executor, args, kwargs):
         task = self._current
-        self._kept += [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
         names = inspect.getfullargspec(executor.fn)
         kwargs = {name: value for name, value in kwargs.items() if name in names.args or name in names.kwonlyargs}
         bound = inspect.getcallargs(executor.fn, *args, **kwargs)
@@ -222,6 +221,10 @@ class Chaos:
         for program in programs:
             start.gained |= program.view.seen | program.view.gained
         start.fence()
+        for store in list(self._pending.values()):
+            is_known = store.bit & start.seen and store.bit in self._pending
+            if is_known and not any(store.overlaps(*memory) for memory in self._shared):
+                self._apply(store)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

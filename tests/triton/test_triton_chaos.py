@@ -31,16 +31,19 @@ class Memory:
         self.boards = torch.zeros(form.num_ranks, NUM_SLOTS, form.num_ranks, dtype=torch.int64)
         self.windows = torch.zeros(form.num_ranks, form.num_windows * form.window_bytes // 4, dtype=torch.int32)
 
-    def rank(self, form, rank, chaos):
+    def rank(self, form, rank):
         boards = [board.data_ptr() for board in self.boards]
         windows = [window.data_ptr() for window in self.windows]
-        return WindowRank(form, rank, boards, windows, chaos.read, chaos.write)
+        return WindowRank(form, rank, boards, windows)
+
+    def chaos(self, seed):
+        return Chaos(seed, shared=[self.boards, self.windows])
 
 
 def exchange(form, seed):
     """Runs all ranks; returns how many rows each has got."""
-    memory, chaos = Memory(form), Chaos(seed)
-    return chaos.run(*[memory.rank(form, rank, chaos).run for rank in range(form.num_ranks)])
+    memory = Memory(form)
+    return memory.chaos(seed).run(*[memory.rank(form, rank).run for rank in range(form.num_ranks)])
 
 
 def expected_rows(form):
@@ -93,17 +96,16 @@ def test_the_interpreter_by_itself_does_not_see_these_mistakes(mistake):
     wrong = {"signals": mistake} if mistake in SIGNAL_MISTAKES else {"waits": mistake}
     form = Form(1, 1, 3, **wrong)
     memory = Memory(form)
-    rank = WindowRank(form, 0, [memory.boards.data_ptr()], [memory.windows.data_ptr()])
-    assert [rank.run()] == expected_rows(form)
+    assert [memory.rank(form, 0).run()] == expected_rows(form)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_peer_that_does_not_come_is_reported_once_by_all_programs_that_wait(seed):
     form = Form(3, 1, 1)
-    memory, chaos = Memory(form), Chaos(seed)
+    memory = Memory(form)
 
     def come(rank):
-        me = memory.rank(form, rank, chaos)
+        me = memory.rank(form, rank)
         out = torch.full((3, 8, 12), -1, dtype=torch.int32)
 
         def body():
@@ -112,13 +114,13 @@ def test_a_peer_that_does_not_come_is_reported_once_by_all_programs_that_wait(se
             signals.signal_all(me.boards, rank, 1, n=4)
             me.copy(out, 0, at_least=4, timeout_ns=30_000)
             with pytest.raises(PeerTimeout) as caught:
-                signals.raise_if_behind(chaos.read(me.status), "call #0")
-            assert (chaos.read(out) == -1).all()
+                signals.raise_if_behind(me.status, "call #0")
+            assert (out == -1).all()
             return caught.value.peers
 
         return body
 
-    for peers in chaos.run(*[come(rank) for rank in range(3)])[:2]:
+    for peers in memory.chaos(seed).run(*[come(rank) for rank in range(3)])[:2]:
         assert 2 in peers
 
 
@@ -147,7 +149,7 @@ def orders(seed):
 
     def body():
         number_programs[(4,)](out, counter)
-        return chaos.read(out).tolist()
+        return out.tolist()
 
     return tuple(chaos.run(body)[0])
 
@@ -160,7 +162,8 @@ def test_programs_run_in_every_order_and_a_seed_gives_one():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kernels_of_one_rank_see_those_before_them(seed):
-    chaos, values = Chaos(seed), torch.zeros(16, dtype=torch.int32)
+    values = torch.zeros(16, dtype=torch.int32)
+    chaos = Chaos(seed, shared=[values])
 
     def body():
         for number in range(5):

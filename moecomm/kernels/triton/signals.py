@@ -331,7 +331,7 @@ def raise_if_behind(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Signals, and waits for both kinds of value, for 8 and for 72 ranks."""
+    """Signals, and waits for both kinds of value, for up to 8 and up to 128 ranks."""
     cases = []
     for ranks in (8, 128):
         cases.append(
