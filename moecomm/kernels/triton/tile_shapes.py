@@ -6,10 +6,11 @@ and columns are those of the matrix and whose inner dim is the rows of an expert
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ __all__ = [
     "candidate_shapes",
     "choose_shape",
     "default_shape",
+    "default_shapes",
     "is_interpreted",
     "num_programs",
     "source_hash",
 ]
 
 _choices = Choices()
+_measures = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +111,17 @@ def default_shape(kind: str, itemsize: int, rows_per_expert: int, capability: in
     return candidate_shapes(kind, itemsize, rows_per_expert, capability)[0]
 
 
+@contextlib.contextmanager
+def default_shapes() -> Iterator[None]:
+    """Nothing is measured inside, in any thread: for checks, which would compile every candidate and then take one."""
+    global _measures
+    before, _measures = _measures, False
+    try:
+        yield
+    finally:
+        _measures = before
+
+
 def choose_shape(
     kind: str,
     *,
@@ -130,7 +144,7 @@ def choose_shape(
         return _INTERPRETED
     capability = _capability(device)
     candidates = candidate_shapes(kind, compute.itemsize, rows_per_expert, capability)
-    if torch.cuda.is_current_stream_capturing():
+    if not _measures or torch.cuda.is_current_stream_capturing():
         return candidates[0]
     key = _family(kind, dtypes, rows_per_expert, sizes, device)
     chosen = _choices.choose(

@@ -1,0 +1,57 @@
+"""Every Triton kernel against the reference: fresh random inputs, poisoned outputs, one line per kernel.
+
+Kernels run on the device; the reference runs on the CPU on copies of the same inputs. A kernel that is not here is not
+checked: tests/triton/test_gpu_benchmark.py compares the list with the contracts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import check_experts
+import check_low_latency
+import check_rows
+from context import Context
+from report import checked
+
+from moecomm.kernels.registry import eager_kernels_for, kernels_for
+
+__all__ = ["CHECKS", "Found", "run"]
+
+Found = Iterator[tuple[str, str, int]]
+"""Kernel, case, wrong elements."""
+
+
+def _rows(context: Context) -> Found:
+    return check_rows.check(kernels_for("triton"), context)
+
+
+def _low_latency(context: Context) -> Found:
+    return check_low_latency.check(eager_kernels_for("triton"), context)
+
+
+CHECKS: dict[str, Callable[[Context], Found]] = {
+    "row kernels": _rows,
+    "low-latency kernels": _low_latency,
+    "signals": check_low_latency.check_signals,
+    "experts": check_experts.check,
+}
+
+
+def run(context: Context) -> None:
+    """All of them; a kernel that raises is an error, and the next family is checked."""
+    for family, check in CHECKS.items():
+        wrong: dict[str, int] = defaultdict(int)
+        cases: dict[str, list[str]] = defaultdict(list)
+
+        def case(check: Callable[[Context], Found] = check) -> None:
+            for kernel, name, count in check(context):  # noqa: B023  called before the next family
+                wrong[kernel] += count  # noqa: B023
+                cases[kernel].append(f"{name}: {count}" if count else "")  # noqa: B023
+
+        context.attempt(family, "", case)
+        for kernel, names in cases.items():
+            failed = [name for name in names if name]
+            shape = f"{len(names)} cases" + (f"; wrong in {'; '.join(failed[:3])}" if failed else "")
+            context.add(checked(context.part, kernel, shape, wrong[kernel]))
