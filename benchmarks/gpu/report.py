@@ -118,10 +118,13 @@ def compared(
 
 
 def verdict(records: Sequence[Record]) -> str:
-    """A sentence: whether all answers were right, and whether anything broke."""
+    """A sentence: whether all answers were right, how much broke, and how much was left out."""
     wrong, errors = sum(record.wrong or 0 for record in records), sum(record.is_error for record in records)
-    answers = f"{wrong} wrong elements" if wrong else "all answers are right"
-    return f"{answers}; {errors} errors" if errors else answers
+    left_out = sum(record.note is not None for record in records) - errors
+    parts = [f"{wrong} wrong elements" if wrong else "all answers are right"]
+    parts += [f"{errors} errors"] if errors else []
+    parts += [f"{left_out} not measured"] if left_out else []
+    return "; ".join(parts)
 
 
 def is_bad(records: Sequence[Record]) -> bool:
