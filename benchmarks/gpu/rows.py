@@ -140,7 +140,7 @@ def run(context: Context) -> None:
         kernels.combine_rows(ranks.out[rank], ranks.routes[rank], ranks.addresses, weights=weights)
 
     def wrong_weighted_rows(which: range) -> int:
-        # The sum of weighted rows, made from rows that a push has weighted, is that of a weighted combine.
+        # Through a plain combine, which reads every row that was pushed and is checked by itself below.
         for rank in which:
             kernels.combine_rows(ranks.out[rank], ranks.routes[rank], ranks.addresses)
         wrong = 0
