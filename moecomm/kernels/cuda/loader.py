@@ -154,7 +154,9 @@ def _nvrtc(name: str) -> Any:
         nvrtc.getVersion()
     except Exception as error:  # noqa: BLE001  which exception says that a library is missing has changed between versions
         remedy = "Install the CUDA toolkit, or CuPy with it: pip install 'cupy-cuda13x[ctk]'."
-        raise TransportUnavailable(f"CUDA kernel {name}", f"NVRTC cannot be loaded ({' '.join(str(error).split())}).", remedy) from error
+        raise TransportUnavailable(
+            f"CUDA kernel {name}", f"NVRTC cannot be loaded ({' '.join(str(error).split())}).", remedy
+        ) from error
     return nvrtc
 
 

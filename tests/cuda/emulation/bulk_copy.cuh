@@ -17,7 +17,7 @@ using Arrival = unsigned long long;
 
 namespace late {
 
-inline constexpr std::chrono::seconds kPatience(10);  // then an arrival is taken to be lost
+inline constexpr std::chrono::seconds kPatience(3);  // then an arrival is taken to be lost
 
 struct Load {
     unsigned char* to;
@@ -117,6 +117,7 @@ inline bool arrival_ended(Arrival* arrival, unsigned parity) {
             return true;
         }
     }
+    if (emulation::block->failures->any()) return true;  // what follows is of no interest: to its end without waits
     const auto now = std::chrono::steady_clock::now();
     if (late::waiting_since == std::chrono::steady_clock::time_point{}) late::waiting_since = now;
     if (now - late::waiting_since > late::kPatience) {

@@ -2,6 +2,7 @@
 // one after another, shared memory is poisoned and exactly as large as the launch says.
 #pragma once
 
+#include <atomic>
 #include <barrier>
 #include <cstddef>
 #include <cstdint>
@@ -32,7 +33,9 @@ class Failures {
     void add(const std::string& what) {
         const std::lock_guard<std::mutex> lock(mutex_);
         if (first_.empty()) first_ = what;
+        any_ = true;
     }
+    bool any() const { return any_; }
     std::string first() {
         const std::lock_guard<std::mutex> lock(mutex_);
         return first_;
@@ -41,6 +44,7 @@ class Failures {
   private:
     std::mutex mutex_;
     std::string first_;
+    std::atomic<bool> any_ = false;
 };
 
 struct Block {
