@@ -144,7 +144,7 @@ def test_exports_are_listed_sorted_and_there(module):
 
 
 def test_files_are_short():
-    files = tracked("*.py", "*.cc", "*.h", "*.pyi")
+    files = tracked("*.py", "*.cc", "*.h", "*.cu", "*.cuh", "*.pyi")
     lengths = {path: path.read_text(encoding="utf-8").count("\n") for path in files}
     long = [f"{path.relative_to(ROOT)}: {length} lines" for path, length in lengths.items() if length > 400]
     assert not long, long
@@ -164,7 +164,7 @@ def test_only_what_speaks_to_people_prints():
 def test_code_is_ascii_and_has_no_leftovers():
     wrong = []
     leftover = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
-    for path in tracked("*.py", "*.cc", "*.h", "*.pyi"):
+    for path in tracked("*.py", "*.cc", "*.h", "*.cu", "*.cuh", "*.pyi"):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if not line.isascii() or (leftover.search(line) and path != Path(__file__)):
                 wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
