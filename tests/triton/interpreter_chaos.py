@@ -12,6 +12,9 @@ What another program must see of it is what the memory model of GPUs says:
 - A kernel sees what the kernels before it on its rank have stored or been handed.
 - Whatever else a program loads may be there or not. Stores to one place keep the order in which one sees the other.
 
+Loads happen when they are issued: a release that overtakes loads of other threads goes unnoticed here and is looked for
+in the compiled code.
+
 All choices follow from a seed. Each rank is a function that launches kernels as usual. Memory that more than one rank
 reaches must be named and outlive `run`; ranks look at it with `read` and change it with `write`. All other memory is of
 one rank, which finds there what a kernel has stored when the kernel has ended.
