@@ -32,7 +32,7 @@ import torch
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, TensorHandle, interpreter_builder
 
-from moecomm.kernels.triton import signals
+from moecomm.kernels.triton import lanes
 
 _MOST_PENDING = 300
 
@@ -241,7 +241,7 @@ class Chaos:
 
         undo.callback(lambda: [scope.restore() for scope in reversed(self._scopes)])
         patch(GridExecutor, "__call__", lambda executor, *args, **kwargs: self._launch(executor, args, kwargs))
-        patch(signals, "nanoseconds", self._clock)
+        patch(lanes, "nanoseconds", self._clock)
         self._plain_load = interpreter_builder.create_masked_load
         self._plain_rmw = interpreter_builder.create_atomic_rmw
         self._plain_cas = interpreter_builder.create_atomic_cas
