@@ -55,7 +55,7 @@ class TileShape:
     @property
     def splits_columns(self) -> bool:
         """Whether the epilogue works on half a tile at a time."""
-        return self.columns >= 64
+        return self.columns >= 64 and self.rows >= 64
 
     def shared_bytes(self, kind: str, itemsize: int) -> int:
         """Bytes of shared memory for the operands of all stages."""
@@ -76,7 +76,7 @@ def candidate_shapes(kind: str, itemsize: int, rows_per_expert: int, capability:
         capability: compute capability times ten: 80, 90, 100.
     """
     if itemsize == 4:
-        shapes = [TileShape(64, 64, 32, 4, 3), TileShape(128, 64, 16, 8, 3), TileShape(32, 64, 32, 4, 3)]
+        shapes = [TileShape(64, 64, 32, 8, 3), TileShape(128, 64, 16, 8, 3), TileShape(32, 64, 32, 4, 3)]
         if kind != "weights" and rows_per_expert <= 16:
             shapes.insert(0, TileShape(16, 64, 32, 4, 3, 2))
     elif kind == "weights":
@@ -84,19 +84,21 @@ def candidate_shapes(kind: str, itemsize: int, rows_per_expert: int, capability:
         shapes += [TileShape(128, 128, 32, 8, 4, 2), TileShape(64, 128, 32, 4, 4, 2)]
         if rows_per_expert <= 32:
             shapes.insert(0, TileShape(64, 128, 32, 4, 3, 2))
+        elif capability >= 90:
+            shapes.insert(0, shapes.pop(1))
     elif rows_per_expert <= 64:
         # Few rows: the weights' bytes are all that counts, and many of them must be on their way at once.
         rows = max(16, rows_per_expert)
-        wide = 64 if kind == "swiglu" or rows == 64 else 128
+        wide = 64 if kind != "plain" or rows == 64 else 128
         shapes = [TileShape(rows, wide, 64, 4, 4, 2), TileShape(rows, 64, 128, 4, 3, 2)]
         shapes += [TileShape(rows, 64, 64, 4, 5, 3), TileShape(rows, 128, 128, 8, 3), TileShape(rows, 32, 128, 4, 4, 3)]
     else:
-        shapes = [TileShape(128, 128, 64, 8, 3), TileShape(128, 64, 64, 8, 4), TileShape(64, 128, 64, 8, 4)]
+        shapes = [TileShape(128, 64, 64, 8, 4), TileShape(128, 128, 64, 8, 3), TileShape(64, 128, 64, 8, 4)]
         shapes += [TileShape(128, 128, 64, 8, 4), TileShape(64, 64, 64, 4, 4, 2)]
+        if kind == "plain" or (kind == "swiglu" and capability >= 100):
+            shapes.insert(0, shapes.pop(1))
         if kind == "plain":
-            shapes.insert(0 if capability >= 90 and rows_per_expert >= 128 else 3, TileShape(128, 256, 64, 8, 3))
-        elif kind == "swiglu_backward" or capability < 90:
-            shapes = [shapes[1], shapes[0], *shapes[2:]]
+            shapes.insert(0 if capability >= 90 and rows_per_expert >= 128 else 1, TileShape(128, 256, 64, 8, 3))
     limit = (227 if capability >= 90 else 163 if capability == 80 else 99) * 1024
     # Fewer stages fit anywhere; one shape is always left.
     fitting = [shape for shape in shapes if shape.shared_bytes(kind, itemsize) <= limit]
