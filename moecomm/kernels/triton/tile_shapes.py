@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _choices = Choices()
+_chosen: dict[tuple[Any, ...], TileShape] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +131,28 @@ def choose_shape(
     """
     if is_interpreted():
         return _INTERPRETED
+    family = (kind, dtypes, rows_per_expert, sizes, device)
+    known = _chosen.get(family)
+    if known is not None:
+        return known
     capability = _capability(device)
     candidates = candidate_shapes(kind, compute.itemsize, rows_per_expert, capability)
     if torch.cuda.is_current_stream_capturing():
         return candidates[0]
-    key = _family(kind, dtypes, rows_per_expert, sizes, device)
-    chosen = _choices.choose(
+    key = {
+        "kind": kind,
+        "dtypes": [str(dtype) for dtype in dtypes],
+        "rows_per_expert": rows_per_expert,
+        "sizes": list(sizes),
+        "device": torch.cuda.get_device_name(device),
+        "capability": capability,
+        "triton": triton.__version__,
+        "source": source_hash(),
+    }
+    values = _choices.choose(
         key, [list(dataclasses.astuple(shape)) for shape in candidates], lambda values: _time(launch, values)
     )
-    return TileShape(*chosen)
+    return _chosen.setdefault(family, TileShape(*values))
 
 
 def num_programs(shape: TileShape, max_tiles: int, device: torch.device) -> int:
@@ -148,30 +162,6 @@ def num_programs(shape: TileShape, max_tiles: int, device: torch.device) -> int:
     return min(_num_sms(device) * shape.programs_per_sm, max_tiles)
 
 
-def _time(launch: Callable[[TileShape], None], values: list[int]) -> float:
-    """Milliseconds; infinity when the device has not enough of something."""
-    try:
-        return float(triton.testing.do_bench(lambda: launch(TileShape(*values)), warmup=5, rep=20))
-    except (OutOfResources, PTXASError):
-        return float("inf")
-
-
-@functools.cache
-def _family(
-    kind: str, dtypes: tuple[torch.dtype, ...], rows_per_expert: int, sizes: tuple[int, ...], device: torch.device
-) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "dtypes": [str(dtype) for dtype in dtypes],
-        "rows_per_expert": rows_per_expert,
-        "sizes": list(sizes),
-        "device": torch.cuda.get_device_name(device),
-        "capability": _capability(device),
-        "triton": triton.__version__,
-        "source": source_hash(),
-    }
-
-
 @functools.cache
 def source_hash() -> str:
     """Of the device code and the rules here: it changes whenever a measurement may have become wrong."""
@@ -179,6 +169,14 @@ def source_hash() -> str:
     for path in (segments.__file__, grouped_gemm_rows.__file__, grouped_gemm_weights.__file__, __file__):
         digest.update(Path(str(path)).read_bytes())
     return digest.hexdigest()
+
+
+def _time(launch: Callable[[TileShape], None], values: list[int]) -> float:
+    """Milliseconds; infinity when the device has not enough of something."""
+    try:
+        return float(triton.testing.do_bench(lambda: launch(TileShape(*values)), warmup=5, rep=20))
+    except (OutOfResources, PTXASError):
+        return float("inf")
 
 
 @functools.cache
