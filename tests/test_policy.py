@@ -138,13 +138,15 @@ def test_exports_are_listed_sorted_and_there(module):
         return
     in_order = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
     assert names == in_order, f"__all__ of {module} must be sorted, constants, classes, functions: {in_order}"
+    if module.startswith("moecomm.kernels.triton."):
+        pytest.importorskip("triton", reason="Triton is not installed")
     loaded = importlib.import_module(module)
     missing = [name for name in names if name not in vars(loaded)]
     assert not missing, f"__all__ of {module} names what is not there: {missing}"
 
 
 def test_files_are_short():
-    files = tracked("*.py", "*.cc", "*.h", "*.pyi")
+    files = tracked("*.py", "*.cc", "*.h", "*.cu", "*.cuh", "*.pyi")
     lengths = {path: path.read_text(encoding="utf-8").count("\n") for path in files}
     long = [f"{path.relative_to(ROOT)}: {length} lines" for path, length in lengths.items() if length > 400]
     assert not long, long
@@ -164,7 +166,7 @@ def test_only_what_speaks_to_people_prints():
 def test_code_is_ascii_and_has_no_leftovers():
     wrong = []
     leftover = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
-    for path in tracked("*.py", "*.cc", "*.h", "*.pyi"):
+    for path in tracked("*.py", "*.cc", "*.h", "*.cu", "*.cuh", "*.pyi"):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if not line.isascii() or (leftover.search(line) and path != Path(__file__)):
                 wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")

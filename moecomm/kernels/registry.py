@@ -1,7 +1,12 @@
-"""Finds the kernels of a device by its name."""
+"""Finds kernels by name, and those that communicators use.
+
+MOECOMM_KERNELS in the environment names what communicators use instead of the kernels of the device, to run them whole
+on another implementation: `MOECOMM_KERNELS=triton TRITON_INTERPRET=1`. All give the same bits, so ranks may differ.
+"""
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import Any, cast
 
@@ -9,7 +14,14 @@ from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.experts import ExpertKernels
 
-__all__ = ["available_kernels", "eager_kernels_for", "expert_kernels_for", "kernels_for"]
+__all__ = [
+    "available_kernels",
+    "chosen_eager_kernels",
+    "chosen_kernels",
+    "eager_kernels_for",
+    "expert_kernels_for",
+    "kernels_for",
+]
 
 _KNOWN = {
     "cpu": ("moecomm.kernels.cpu", "CpuRowKernels"),
@@ -65,6 +77,20 @@ def expert_kernels_for(name: str) -> ExpertKernels:
         ImportError: a package that it needs is missing.
     """
     return cast(ExpertKernels, _make(name, _KNOWN_EXPERTS))
+
+
+def chosen_kernels(device_type: str) -> RowKernels:
+    """The row kernels that communicators use for tensors on a device; read from the environment at each call.
+
+    Raises:
+        ValueError, ImportError: as `kernels_for`.
+    """
+    return kernels_for(os.environ.get("MOECOMM_KERNELS", device_type))
+
+
+def chosen_eager_kernels(device_type: str) -> EagerKernels:
+    """The low-latency kernels that communicators use; as `chosen_kernels`."""
+    return eager_kernels_for(os.environ.get("MOECOMM_KERNELS", device_type))
 
 
 def _make(device_type: str, known: dict[str, tuple[str, str]]) -> Any:

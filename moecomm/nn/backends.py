@@ -27,7 +27,7 @@ _NUM_RUNS = 5
 
 _log = logging.getLogger("moecomm.nn")
 _choices = Choices()
-_told: set[tuple[Any, ...]] = set()
+_chosen: dict[tuple[Any, ...], str] = {}
 
 
 def as_backend(value: str) -> Backend:
@@ -56,18 +56,25 @@ def choose_backend(
     """
     if requested == "loops" or (requested == "auto" and x.device.type != "cuda"):
         return "loops"
-    candidates = ["triton", "torch"] if requested == "auto" else [requested]
-    refusals = {name: _refusal(name, x, gate_up_proj, down_proj) for name in candidates}
-    able = [name for name in candidates if refusals[name] is None]
     if requested != "auto":
-        if not able:
-            raise ValueError(f"backend {requested!r} cannot compute these experts: {refusals[requested]}")
+        refusal = _refusal(requested, x, gate_up_proj, down_proj)
+        if refusal is not None:
+            raise ValueError(f"backend {requested!r} cannot compute these experts: {refusal}")
         return requested
-    num_rows = max(1, -(-x.shape[0] // max(1, gate_up_proj.shape[0])))
-    family = (1 << (num_rows - 1).bit_length(), *gate_up_proj.shape, x.dtype, gate_up_proj.dtype, trains, x.device)
-    chosen = able[0] if able else "loops"
-    measures = len(able) > 1 and x.shape[0] > 0 and gate_up_proj.shape[0] > 0
-    if measures and not torch.cuda.is_current_stream_capturing():
+    num_rows = -(-x.shape[0] // max(1, gate_up_proj.shape[0]))
+    rows_per_expert = 1 << max(0, num_rows - 1).bit_length()
+    family = (rows_per_expert, *gate_up_proj.shape, x.dtype, gate_up_proj.dtype, down_proj.dtype, trains, x.device)
+    known = _chosen.get(family)
+    if known is not None:
+        return known
+    refusals = {name: _refusal(name, x, gate_up_proj, down_proj) for name in ("triton", "torch")}
+    able = [name for name, refusal in refusals.items() if refusal is None]
+    why = {name: refusal for name, refusal in refusals.items() if refusal is not None}
+    if len(able) < 2:
+        chosen = able[0] if able else "loops"
+    elif x.shape[0] == 0 or gate_up_proj.shape[0] == 0 or torch.cuda.is_current_stream_capturing():
+        return able[0]
+    else:
         key = {
             "what": "experts",
             "family": [str(part) for part in family[:-1]],
@@ -77,11 +84,9 @@ def choose_backend(
         chosen = _choices.choose(
             key, able, lambda name: _time(name, x, offsets, gate_up_proj, down_proj=down_proj, trains=trains)
         )
-    if (family, chosen) not in _told:
-        _told.add((family, chosen))
-        others = {name: reason for name, reason in refusals.items() if reason is not None}
-        _log.info("experts of %s rows each, weights %s: %s (%s)", family[0], family[1:4], chosen, others or "faster")
-    return chosen
+    weights = list(gate_up_proj.shape)
+    _log.info("experts of %s rows each, weights %s: %s (%s)", rows_per_expert, weights, chosen, why or "measured")
+    return _chosen.setdefault(family, chosen)
 
 
 def _refusal(name: str, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> str | None:

@@ -12,6 +12,9 @@ What another program must see of it is what the memory model of GPUs says:
 - A kernel sees what the kernels before it on its rank have stored or been handed.
 - Whatever else a program loads may be there or not. Stores to one place keep the order in which one sees the other.
 
+Loads happen when they are issued: a release that overtakes loads of other threads goes unnoticed here and is looked for
+in the compiled code.
+
 All choices follow from a seed. Each rank is a function that launches kernels as usual. Memory that more than one rank
 reaches must be named and outlive `run`; ranks look at it with `read` and change it with `write`. All other memory is of
 one rank, which finds there what a kernel has stored when the kernel has ended.
@@ -29,7 +32,7 @@ import torch
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, TensorHandle, interpreter_builder
 
-from moecomm.kernels.triton import signals
+from moecomm.kernels.triton import lanes
 
 _MOST_PENDING = 300
 
@@ -238,7 +241,7 @@ class Chaos:
 
         undo.callback(lambda: [scope.restore() for scope in reversed(self._scopes)])
         patch(GridExecutor, "__call__", lambda executor, *args, **kwargs: self._launch(executor, args, kwargs))
-        patch(signals, "nanoseconds", self._clock)
+        patch(lanes, "nanoseconds", self._clock)
         self._plain_load = interpreter_builder.create_masked_load
         self._plain_rmw = interpreter_builder.create_atomic_rmw
         self._plain_cas = interpreter_builder.create_atomic_cas

@@ -10,7 +10,7 @@ from moecomm.kernels.triton.gathered_rows import sum_gathered_rows
 from moecomm.kernels.triton.grouped_swiglu import grouped_swiglu
 from moecomm.nn import GroupedExperts
 
-HIDDEN, INTERMEDIATE = 40, 35
+HIDDEN, INTERMEDIATE = 34, 33
 PRECISIONS = [(torch.float32, 1e-5), (torch.float16, 4e-3)]
 
 
@@ -36,8 +36,13 @@ def cases_of(load):
 
 
 @pytest.mark.parametrize("options", ["plain", "gathered", "weighted", "gathered and weighted"])
-@pytest.mark.parametrize("load", ["mixed", "one row", "no rows", "nobody's rows", "no expert"])
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "load"),
+    [
+        (torch.float16, 4e-3, "mixed"),
+        *((torch.float32, 1e-5, load) for load in ("mixed", "one row", "no rows", "nobody's rows", "no expert")),
+    ],
+)
 def test_outputs_and_all_gradients(dtype, tolerance, load, options):
     torch.manual_seed(0)
     for case in cases_of(load):

@@ -70,6 +70,7 @@ def test_a_rank_without_a_board_is_skipped():
         (lambda table: signal_all(table.int(), 0, 0), r"boards is torch.int32 \[3\]"),
         (lambda table: signal_all(table.repeat(2)[::2], 0, 0), "wanted contiguous"),
         (lambda table: signal(table, 0, 0, peer=3), "peer is 3, but boards has 3"),
+        (lambda table: signal_all(table, 0, 0, status=make_status(2, "cpu")), r"status is torch.int64 \[6\].*\[7\]"),
         (lambda table: wait(0, 0, 1, status=torch.zeros(4, dtype=torch.int64), timeout_ns=1), r"torch.int64 \[4\]"),
         (lambda table: wait(0, -1, 1, status=make_status(2, "cpu"), timeout_ns=1), "slot is -1"),
         (lambda table: wait(0, 0, -1, status=make_status(2, "cpu"), timeout_ns=1), "at_least -1"),
@@ -142,6 +143,19 @@ def test_the_first_failure_stays_and_later_waits_do_not_wait_for_their_deadline(
     status.zero_()
     wait(boards.data_ptr(), 1, 5, status=status, timeout_ns=MILLISECOND)
     raise_if_behind(status, "call #1")
+
+
+def test_after_a_failed_wait_nothing_is_signalled_until_the_status_is_cleared():
+    boards, table = make_boards(2)
+    status = make_status(2, "cpu")
+    signal_all(table, 0, 0, status=status)
+    wait(boards.data_ptr(), 1, 1, status=status, timeout_ns=MILLISECOND)
+    signal_all(table, 0, 0, status=status)
+    signal(table, 0, 0, peer=1, status=status)
+    assert boards.sum() == 2
+    status.zero_()
+    signal_all(table, 0, 0, status=status)
+    assert boards[:, 0, 0].tolist() == [2, 2]
 
 
 # -- between processes -------------------------------------------------------------------------------------------------

@@ -30,12 +30,12 @@ def instructions():
 
 
 def unfenced_releases(found):
-    """Stores after which a release comes without a block barrier between."""
+    """Loads and stores after which a release comes without a block barrier between."""
     wrong, since = [], []
     for instruction in found:
         if instruction == "bar.sync":
             since = []
-        elif instruction.startswith("st."):
+        elif instruction.startswith(("ld.", "st.")):
             since.append(instruction)
         elif "release" in instruction or "acq_rel" in instruction:
             wrong += since
@@ -82,6 +82,7 @@ def test_a_missing_barrier_would_be_seen():
     store, load = "st.global.b32", "ld.global.b32"
     release, acquire = "red.global.sys.release.add.u64", "atom.global.sys.acquire.add.u64"
     assert unfenced_releases([store, "bar.sync", store, release]) == [store]
-    assert not unfenced_releases([store, "bar.sync", release, store])
+    assert unfenced_releases([load, release]) == [load]
+    assert not unfenced_releases([load, store, "bar.sync", release, store])
     assert unfenced_acquires([acquire, load, "bar.sync", load]) == [load]
     assert not unfenced_acquires([load, acquire, "bar.sync", load])

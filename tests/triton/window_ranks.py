@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moecomm.kernels.triton import signals
+from moecomm.kernels.triton import lanes, signals
 
 COLUMNS = 12
 MOST_ROWS = 7
@@ -41,7 +41,7 @@ WAIT_MISTAKES = ("no barrier", "relaxed", "device scope")
 
 @triton.jit
 def release_wrongly(arrivals, boards, num_boards, lane, MISTAKE: tl.constexpr, BOARDS: tl.constexpr):
-    """As `signals.release_from_last_program`, with a mistake."""
+    """As `lanes.release_from_last_program`, with a mistake."""
     peers = tl.arange(0, BOARDS)
     board = tl.load(boards + peers, mask=peers < num_boards, other=0)
     counters = (board + lane * 8).to(tl.pointer_type(tl.int64))
@@ -65,7 +65,7 @@ def release_wrongly(arrivals, boards, num_boards, lane, MISTAKE: tl.constexpr, B
 
 @triton.jit
 def acquire_wrongly(board, slot, at_least, num_ranks, MISTAKE: tl.constexpr, RANKS: tl.constexpr):
-    """As `signals.acquire_lanes`, with a mistake."""
+    """As `lanes.acquire_lanes`, with a mistake."""
     is_rank = tl.arange(0, RANKS) < num_ranks
     counters = (board + (slot * num_ranks + tl.arange(0, RANKS)) * 8).to(tl.pointer_type(tl.int64))
     num_behind = 1
@@ -94,7 +94,7 @@ def push_rows(rows, places, num_rows, messages, arrivals, boards, num_ranks, lan
     is_column = columns < _H
     message = tl.load(messages + ranks, mask=is_rank, other=0)
     if HOW == "before data":
-        signals.release_from_last_program(arrivals, boards, num_ranks, lane, 1, R)
+        lanes.release_from_last_program(arrivals, boards, num_ranks, lane, 1, R)
     if tl.program_id(0) == 0:
         number = tl.load(places + num_rows * num_ranks + ranks, mask=is_rank, other=0).to(tl.int32)
         tl.store(message.to(tl.pointer_type(tl.int32)), number, mask=is_rank)
@@ -105,7 +105,7 @@ def push_rows(rows, places, num_rows, messages, arrivals, boards, num_ranks, lan
         is_sent = (is_rank & (place >= 0))[:, None] & is_column[None, :]
         tl.store(start[:, None] + columns[None, :], row[None, :].broadcast_to(R, _BLOCK), mask=is_sent)
     if HOW == "by the last program":
-        signals.release_from_last_program(arrivals, boards, num_ranks, lane, 1, R)
+        lanes.release_from_last_program(arrivals, boards, num_ranks, lane, 1, R)
     elif HOW != "by the next kernel" and HOW != "before data":
         release_wrongly(arrivals, boards, num_ranks, lane, HOW, R)
 
@@ -117,7 +117,7 @@ def copy_messages(out, window, num_ranks, board, at_least, status, timeout_ns, H
     is_column = columns < _H
     num_behind = 0
     if HOW == "by itself":
-        num_behind = signals.acquire_lanes(board, _SLOT, at_least, num_ranks, status, timeout_ns, R)
+        num_behind = lanes.acquire_lanes(board, _SLOT, at_least, num_ranks, status, timeout_ns, R)
     elif HOW != "before the copy":
         acquire_wrongly(board, _SLOT, at_least, num_ranks, HOW, R)
     if num_behind == 0:

@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.runtime import launch
 
-__all__ = ["sum_gathered_rows", "sum_rows_kernel"]
+__all__ = ["compile_cases", "sum_gathered_rows", "sum_rows_kernel"]
 
 
 @triton.jit
@@ -71,3 +72,29 @@ def sum_gathered_rows(rows: Tensor, row_idx: Tensor, num_source_rows: int) -> Te
         BLOCK=block,
     )
     return out
+
+
+def compile_cases() -> list[CompileCase]:
+    """Rows of each dtype that gradients have."""
+    signature = {
+        "order_ptr": "*i64",
+        "begins_ptr": "*i64",
+        "ends_ptr": "*i64",
+        "num_columns": "i32",
+        "stride_rows": "i32",
+        "stride_out": "i32",
+        "num_blocks": "i32",
+        "BLOCK": "constexpr",
+    }
+    aligned = ("rows_ptr", "out_ptr", "num_columns", "stride_rows", "stride_out")
+    return [
+        CompileCase(
+            name=f"sum_gathered_rows {dtype}",
+            kernel=sum_rows_kernel,
+            signature={"rows_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", **signature},
+            constexprs={"BLOCK": 1024},
+            moves_rows=True,
+            attrs=dict.fromkeys(aligned, 16),
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+    ]

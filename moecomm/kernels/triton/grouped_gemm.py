@@ -6,8 +6,6 @@ device: the grid has as many programs as run at once, and each finds its tiles b
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -292,7 +290,3 @@ def _check_rows(name: str, rows: Tensor, num_rows: int, row_idx: Tensor | None) 
 
 def _with_contiguous_columns(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def compile_cases() -> list[Any]:
-    return []

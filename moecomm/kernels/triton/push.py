@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecomm.kernels.base import weights_dtype
 from moecomm.kernels.triton.compile_case import CompileCase
-from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded
+from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded, widened
 from moecomm.kernels.triton.runtime import Addresses, alignment_of, launch, table_of
 from moecomm.kernels.triton.tiles import moves_of, numbers_of, route_pointers, row_pointers, tile_of
 
@@ -108,7 +108,8 @@ def push_weighted_rows_kernel(
         row_pointers(source, DTYPE, ALIGNMENT) + c[None, :],
         mask=is_token[:, None] & is_column,
         eviction_policy="evict_first",
-    ).to(weights.dtype.element_ty)
+    )
+    piece = widened(piece, weights.dtype.element_ty)
     for p in range(num_slots):
         route = tl.load(routes + t * num_slots + p, mask=is_token, other=-1)
         is_route = route >= 0

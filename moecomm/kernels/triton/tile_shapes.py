@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _choices = Choices()
+_chosen: dict[tuple[Any, ...], TileShape] = {}
 _measures = True
 
 
@@ -58,7 +59,7 @@ class TileShape:
     @property
     def splits_columns(self) -> bool:
         """Whether the epilogue works on half a tile at a time."""
-        return self.columns >= 64
+        return self.columns >= 64 and self.rows >= 64
 
     def shared_bytes(self, kind: str, itemsize: int) -> int:
         """Bytes of shared memory for the operands of all stages."""
@@ -79,7 +80,7 @@ def candidate_shapes(kind: str, itemsize: int, rows_per_expert: int, capability:
         capability: compute capability times ten: 80, 90, 100.
     """
     if itemsize == 4:
-        shapes = [TileShape(64, 64, 32, 4, 3), TileShape(128, 64, 16, 8, 3), TileShape(32, 64, 32, 4, 3)]
+        shapes = [TileShape(64, 64, 32, 8, 3), TileShape(128, 64, 16, 8, 3), TileShape(32, 64, 32, 4, 3)]
         if kind != "weights" and rows_per_expert <= 16:
             shapes.insert(0, TileShape(16, 64, 32, 4, 3, 2))
     elif kind == "weights":
@@ -87,19 +88,21 @@ def candidate_shapes(kind: str, itemsize: int, rows_per_expert: int, capability:
         shapes += [TileShape(128, 128, 32, 8, 4, 2), TileShape(64, 128, 32, 4, 4, 2)]
         if rows_per_expert <= 32:
             shapes.insert(0, TileShape(64, 128, 32, 4, 3, 2))
+        elif capability >= 90:
+            shapes.insert(0, shapes.pop(1))
     elif rows_per_expert <= 64:
         # Few rows: the weights' bytes are all that counts, and many of them must be on their way at once.
         rows = max(16, rows_per_expert)
-        wide = 64 if kind == "swiglu" or rows == 64 else 128
+        wide = 64 if kind != "plain" or rows == 64 else 128
         shapes = [TileShape(rows, wide, 64, 4, 4, 2), TileShape(rows, 64, 128, 4, 3, 2)]
         shapes += [TileShape(rows, 64, 64, 4, 5, 3), TileShape(rows, 128, 128, 8, 3), TileShape(rows, 32, 128, 4, 4, 3)]
     else:
-        shapes = [TileShape(128, 128, 64, 8, 3), TileShape(128, 64, 64, 8, 4), TileShape(64, 128, 64, 8, 4)]
+        shapes = [TileShape(128, 64, 64, 8, 4), TileShape(128, 128, 64, 8, 3), TileShape(64, 128, 64, 8, 4)]
         shapes += [TileShape(128, 128, 64, 8, 4), TileShape(64, 64, 64, 4, 4, 2)]
+        if kind == "plain" or (kind == "swiglu" and capability >= 100):
+            shapes.insert(0, shapes.pop(1))
         if kind == "plain":
-            shapes.insert(0 if capability >= 90 and rows_per_expert >= 128 else 3, TileShape(128, 256, 64, 8, 3))
-        elif kind == "swiglu_backward" or capability < 90:
-            shapes = [shapes[1], shapes[0], *shapes[2:]]
+            shapes.insert(0 if capability >= 90 and rows_per_expert >= 128 else 1, TileShape(128, 256, 64, 8, 3))
     limit = (227 if capability >= 90 else 163 if capability == 80 else 99) * 1024
     # Fewer stages fit anywhere; one shape is always left.
     fitting = [shape for shape in shapes if shape.shared_bytes(kind, itemsize) <= limit]
@@ -142,15 +145,28 @@ def choose_shape(
     """
     if is_interpreted():
         return _INTERPRETED
+    family = (kind, dtypes, rows_per_expert, sizes, device)
+    known = _chosen.get(family)
+    if known is not None:
+        return known
     capability = _capability(device)
     candidates = candidate_shapes(kind, compute.itemsize, rows_per_expert, capability)
     if not _measures or torch.cuda.is_current_stream_capturing():
         return candidates[0]
-    key = _family(kind, dtypes, rows_per_expert, sizes, device)
-    chosen = _choices.choose(
+    key = {
+        "kind": kind,
+        "dtypes": [str(dtype) for dtype in dtypes],
+        "rows_per_expert": rows_per_expert,
+        "sizes": list(sizes),
+        "device": torch.cuda.get_device_name(device),
+        "capability": capability,
+        "triton": triton.__version__,
+        "source": source_hash(),
+    }
+    values = _choices.choose(
         key, [list(dataclasses.astuple(shape)) for shape in candidates], lambda values: _time(launch, values)
     )
-    return TileShape(*chosen)
+    return _chosen.setdefault(family, TileShape(*values))
 
 
 def num_programs(shape: TileShape, max_tiles: int, device: torch.device) -> int:
@@ -160,30 +176,6 @@ def num_programs(shape: TileShape, max_tiles: int, device: torch.device) -> int:
     return min(_num_sms(device) * shape.programs_per_sm, max_tiles)
 
 
-def _time(launch: Callable[[TileShape], None], values: list[int]) -> float:
-    """Milliseconds; infinity when the device has not enough of something."""
-    try:
-        return float(triton.testing.do_bench(lambda: launch(TileShape(*values)), warmup=5, rep=20))
-    except (OutOfResources, PTXASError):
-        return float("inf")
-
-
-@functools.cache
-def _family(
-    kind: str, dtypes: tuple[torch.dtype, ...], rows_per_expert: int, sizes: tuple[int, ...], device: torch.device
-) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "dtypes": [str(dtype) for dtype in dtypes],
-        "rows_per_expert": rows_per_expert,
-        "sizes": list(sizes),
-        "device": torch.cuda.get_device_name(device),
-        "capability": _capability(device),
-        "triton": triton.__version__,
-        "source": source_hash(),
-    }
-
-
 @functools.cache
 def source_hash() -> str:
     """Of the device code and the rules here: it changes whenever a measurement may have become wrong."""
@@ -191,6 +183,14 @@ def source_hash() -> str:
     for path in (segments.__file__, grouped_gemm_rows.__file__, grouped_gemm_weights.__file__, __file__):
         digest.update(Path(str(path)).read_bytes())
     return digest.hexdigest()
+
+
+def _time(launch: Callable[[TileShape], None], values: list[int]) -> float:
+    """Milliseconds; infinity when the device has not enough of something."""
+    try:
+        return float(triton.testing.do_bench(lambda: launch(TileShape(*values)), warmup=5, rep=20))
+    except (OutOfResources, PTXASError):
+        return float("inf")
 
 
 @functools.cache

@@ -1,0 +1,116 @@
+"""Row push through the bulk copy engine of Hopper and later devices (csrc/cuda/push_bulk.cu).
+
+T num_tokens   P num_slots   H hidden   R num_ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecomm.kernels.cuda.loader import load_kernel
+
+__all__ = ["BulkLaunch", "choose_launch", "push_rows_in_bulk"]
+
+# As in csrc/cuda/push_bulk.cu.
+_NUM_STAGES = 4
+_HEADER_BYTES = 128
+_THREADS = 32
+
+_MOST_PIECE_BYTES = 16384  # four stages of it, three blocks: what a multiprocessor of these devices has
+_BLOCKS_PER_MULTIPROCESSOR = 3
+_MIN_CAPABILITY = 90
+
+
+class BulkLaunch(NamedTuple):
+    """How the kernel is launched.
+
+    Attributes:
+        num_blocks: of one warp each; they share the tokens.
+        piece_bytes: rows are cut into pieces of this many bytes, a multiple of 16.
+        shared_bytes: shared memory of a block.
+    """
+
+    num_blocks: int
+    piece_bytes: int
+    shared_bytes: int
+
+
+def choose_launch(num_tokens: int, row_bytes: int, num_multiprocessors: int) -> BulkLaunch:
+    """Equal pieces, as large as fit; every multiprocessor as full as its shared memory allows."""
+    num_pieces = max(1, -(-row_bytes // _MOST_PIECE_BYTES))
+    piece_bytes = max(16, -(-row_bytes // (16 * num_pieces)) * 16)
+    num_blocks = min(num_tokens, _BLOCKS_PER_MULTIPROCESSOR * num_multiprocessors)
+    return BulkLaunch(num_blocks, piece_bytes, _HEADER_BYTES + _NUM_STAGES * piece_bytes)
+
+
+def push_rows_in_bulk(rows: Tensor, routes: Tensor, addresses: Sequence[int] | Tensor) -> None:
+    """As `push_rows` in `moecomm.kernels.base`, without weights; on the current stream, which later work waits for.
+
+    Rows whose bytes, stride or addresses are not multiples of 16 are copied without the engine.
+
+    Arguments:
+        rows: `[T, H]` any dtype, on a CUDA device, last dim contiguous, any row stride.
+        routes: `[T, P]` int64 contiguous, on the same device.
+        addresses: of row 0 at each rank: `[R]` int64 on the same device, or numbers, which are copied there.
+
+    Raises:
+        ValueError, TypeError: an argument is not like this; names it.
+        TransportUnavailable: CuPy or a device with compute capability 9.0 is missing.
+    """
+    table = _check(rows, routes, addresses)
+    num_tokens, row_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
+    if num_tokens == 0 or row_bytes == 0 or routes.shape[1] == 0:
+        return
+    kernel = load_kernel("push_bulk", rows.get_device(), min_capability=_MIN_CAPABILITY)
+    multiprocessors = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    chosen = choose_launch(num_tokens, row_bytes, multiprocessors)
+    arguments = (
+        *(rows.data_ptr(), rows.stride(0) * rows.element_size(), num_tokens, row_bytes),
+        *(routes.data_ptr(), routes.shape[1], table.data_ptr(), chosen.piece_bytes),
+    )
+    _launch(kernel, rows.device, chosen, arguments)
+
+
+def _check(rows: Tensor, routes: Tensor, addresses: Sequence[int] | Tensor) -> Tensor:
+    if not rows.is_cuda:
+        raise ValueError(f"rows is on {rows.device}; wanted a CUDA device")
+    if rows.dim() != 2 or (rows.shape[1] > 1 and rows.stride(1) != 1):
+        raise ValueError(
+            f"rows is {list(rows.shape)} with strides {list(rows.stride())}; wanted [T, H], rows contiguous"
+        )
+    if routes.dtype is not torch.int64:
+        raise TypeError(f"routes is {routes.dtype}; wanted torch.int64")
+    if routes.dim() != 2 or routes.shape[0] != rows.shape[0] or not routes.is_contiguous():
+        raise ValueError(
+            f"routes is {list(routes.shape)} with strides {list(routes.stride())}; wanted contiguous "
+            f"[{rows.shape[0]}, P], as rows is {list(rows.shape)}"
+        )
+    if routes.device != rows.device:
+        raise ValueError(f"routes is on {routes.device}, rows on {rows.device}; wanted the same device")
+    if not isinstance(addresses, Tensor):
+        return torch.tensor(addresses, dtype=torch.int64, device=rows.device)
+    if addresses.dtype is not torch.int64 or addresses.dim() != 1 or addresses.device != rows.device:
+        raise ValueError(
+            f"addresses is {addresses.dtype} {list(addresses.shape)} on {addresses.device}; "
+            f"wanted torch.int64 [R] on {rows.device}"
+        )
+    return addresses.contiguous()
+
+
+def _launch(kernel: Any, device: torch.device, chosen: BulkLaunch, arguments: tuple[int, ...]) -> None:
+    import cupy
+    import numpy
+
+    stream = torch.cuda.current_stream(device)
+    with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream, device.index):
+        kernel.max_dynamic_shared_size_bytes = chosen.shared_bytes
+        kernel(
+            (chosen.num_blocks,),
+            (_THREADS,),
+            tuple(numpy.int64(argument) for argument in arguments),
+            shared_mem=chosen.shared_bytes,
+        )

@@ -1,0 +1,167 @@
+"""The forms in which the grouped GEMM is launched, for the table of kernels and its test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.grouped_gemm_rows import multiply_rows_kernel
+from moecomm.kernels.triton.grouped_gemm_weights import weight_gradient_kernel
+from moecomm.kernels.triton.tile_shapes import TileShape, default_shape
+
+__all__ = ["compile_cases"]
+
+_TYPES = {
+    "bf16": (torch.bfloat16, tl.bfloat16),
+    "fp16": (torch.float16, tl.float16),
+    "fp32": (torch.float32, tl.float32),
+}
+_DECODE, _TRAINING = 16, 1024  # rows per expert
+_BLOCK_EXPERTS = 64
+
+
+def compile_cases() -> list[CompileCase]:
+    """Every product of a forward and a backward, in the tile shapes that are taken unmeasured."""
+    cases = []
+    for dtype in _TYPES:
+        cases += _rows("grouped_gemm", dtype, "plain", _TRAINING)
+        cases += _rows("grouped_gemm data gradient", dtype, "plain", _TRAINING, of_columns=True)
+        cases += _rows("grouped_gemm swiglu", dtype, "swiglu", _TRAINING, also=("hidden_ptr",))
+        cases += _rows(
+            "grouped_gemm swiglu backward",
+            dtype,
+            "swiglu_backward",
+            _TRAINING,
+            of_columns=True,
+            also=("hidden_ptr", "activation_ptr"),
+        )
+        cases += _weights("grouped_gemm weight gradient", dtype)
+    cases += _rows("grouped_gemm decode", "bf16", "plain", _DECODE)
+    cases += _rows("grouped_gemm swiglu decode", "bf16", "swiglu", _DECODE)
+    cases += _rows(
+        "grouped_gemm swiglu gathered weighted",
+        "bf16",
+        "swiglu",
+        _TRAINING,
+        also=("hidden_ptr", "row_idx_ptr", "row_weights_ptr"),
+    )
+    cases += _rows(
+        "grouped_gemm swiglu backward weighted",
+        "bf16",
+        "swiglu_backward",
+        _TRAINING,
+        of_columns=True,
+        also=("hidden_ptr", "activation_ptr", "row_weights_ptr", "partial_ptr"),
+    )
+    cases += _weights("grouped_gemm weight gradient gathered", "bf16", also=("row_idx_ptr",))
+    cases += _rows("grouped_gemm slab", "bf16", "plain", _DECODE, is_slab=True)
+    return cases
+
+
+def _rows(
+    name: str,
+    dtype: str,
+    epilogue: str,
+    rows_per_expert: int,
+    *,
+    of_columns: bool = False,
+    is_slab: bool = False,
+    also: tuple[str, ...] = (),
+) -> list[CompileCase]:
+    """Arguments:
+    of_columns: columns of the weight are contiguous, otherwise its inner dim.
+    also: optional pointers that are given.
+    """
+    given = ("x_ptr", "weight_ptr", "out_ptr", "counts_ptr" if is_slab else "offsets_ptr", *also)
+    contiguous = "stride_weight_column" if of_columns else "stride_weight_inner"
+
+    def constexprs(shape: TileShape) -> dict[str, Any]:
+        return {
+            "EPILOGUE": epilogue,
+            "COMPUTE": _TYPES[dtype][1],
+            "CLEARS_PADDING": epilogue == "plain",
+            "CLEARS_TAIL": epilogue == "plain" and not is_slab,
+            "EVEN_INNER": True,
+            "SPLITS_COLUMNS": shape.splits_columns,
+            "BLOCK_EXPERTS": _BLOCK_EXPERTS,
+            "BLOCK_ROWS": shape.rows,
+            "BLOCK_COLUMNS": shape.columns,
+            "BLOCK_INNER": shape.inner,
+            "GROUP": shape.group,
+            contiguous: 1,
+        }
+
+    sizes = ("num_inner", "num_columns")
+    return _cases(name, multiply_rows_kernel, dtype, epilogue, rows_per_expert, given, sizes, constexprs)
+
+
+def _weights(name: str, dtype: str, *, also: tuple[str, ...] = ()) -> list[CompileCase]:
+    given = ("left_ptr", "right_ptr", "out_ptr", "offsets_ptr", *also)
+
+    def constexprs(shape: TileShape) -> dict[str, Any]:
+        return {
+            "COMPUTE": _TYPES[dtype][1],
+            "BLOCK_LEFT": shape.rows,
+            "BLOCK_RIGHT": shape.columns,
+            "BLOCK_ROWS": shape.inner,
+            "GROUP": shape.group,
+        }
+
+    sizes = ("num_left", "num_right")
+    return _cases(name, weight_gradient_kernel, dtype, "weights", _TRAINING, given, sizes, constexprs)
+
+
+def _cases(
+    name: str,
+    kernel: Any,
+    dtype: str,
+    kind: str,
+    rows_per_expert: int,
+    given: tuple[str, ...],
+    sizes: tuple[str, ...],
+    constexprs: Any,
+) -> list[CompileCase]:
+    """One case for each shape that some capability takes, from the lowest that takes it on."""
+    cases: dict[TileShape, CompileCase] = {}
+    for capability in (80, 90, 100):
+        shape = default_shape(kind, _TYPES[dtype][0].itemsize, rows_per_expert, capability)
+        if shape in cases:
+            continue
+        values = constexprs(shape)
+        signature: dict[str, str] = {}
+        for argument in kernel.arg_names:
+            if argument in values:
+                signature[argument] = "constexpr"
+            elif argument.endswith("_ptr") and argument not in given:
+                signature[argument], values[argument] = "constexpr", None
+            else:
+                signature[argument] = _type_of(argument, dtype)
+        cases[shape] = CompileCase(
+            name=f"{name} {dtype} {shape.rows}x{shape.columns}x{shape.inner}",
+            kernel=kernel,
+            signature=signature,
+            constexprs=values,
+            num_warps=shape.num_warps,
+            num_stages=shape.num_stages,
+            attrs={
+                argument: 16
+                for argument, kind in signature.items()
+                if kind != "constexpr" and argument.startswith("stride_") or kind.startswith("*") or argument in sizes
+            },
+            min_capability=capability,
+        )
+    return list(cases.values())
+
+
+def _type_of(argument: str, dtype: str) -> str:
+    types = {
+        "row_idx_ptr": "*i64",
+        "row_weights_ptr": "*fp32",
+        "partial_ptr": "*fp32",
+        "offsets_ptr": "*i32",
+        "counts_ptr": "*i64",
+    }
+    return types.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")

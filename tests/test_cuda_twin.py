@@ -1,0 +1,196 @@
+"""csrc/cuda/push_bulk.cu itself, compiled for the CPU over an emulated copy engine, against the reference push.
+
+The engine completes copies as late as it may (tests/cuda/emulation). Kernels that wait for too little are caught.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import assert_same_bits, expert_ranks, fresh_memory, ids_of, plans
+
+from moecomm.kernels import kernels_for
+from moecomm.kernels.base import make_route
+from moecomm.kernels.cuda.push_bulk import choose_launch
+
+ROOT = Path(__file__).parents[1]
+COMPILER = shutil.which("g++") or shutil.which("c++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+
+
+def build(folder, source=None):
+    """The twin as a loaded library; of another text of push_bulk.cu, if there is one."""
+    includes = [ROOT / "tests/cuda/emulation", ROOT / "csrc/cuda"]
+    if source is not None:
+        (folder / "push_bulk.cu").write_text(source, encoding="utf-8")
+        includes.insert(0, folder)
+    library = folder / "twin.so"
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    command = [COMPILER, *flags, *(f"-I{path}" for path in includes), str(ROOT / "tests/cuda/push_bulk_twin.cc")]
+    done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("twin"))
+
+
+def push(library, rows, routes, addresses, *, num_blocks=2, piece_bytes=None, seed=0):
+    """As push_rows; gives what the emulation objects to."""
+    num_tokens, row_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
+    chosen = choose_launch(num_tokens, row_bytes, 132)
+    piece_bytes = piece_bytes or chosen.piece_bytes
+    shared_bytes = chosen.shared_bytes - 4 * (chosen.piece_bytes - piece_bytes)
+    table = torch.tensor(addresses, dtype=torch.int64)
+    numbers = [rows.data_ptr(), rows.stride(0) * rows.element_size(), num_tokens, row_bytes]
+    numbers += [routes.data_ptr(), routes.shape[1], table.data_ptr(), piece_bytes]
+    failure = ctypes.create_string_buffer(256)
+    head = [ctypes.c_uint(num_blocks), ctypes.c_int64(shared_bytes), ctypes.c_uint(seed), failure, ctypes.c_size_t(256)]
+    library.run_push_bulk(*head, *map(ctypes.c_int64, numbers))
+    return failure.value.decode()
+
+
+def pushed(library, rows, plan, columns, *, offset=0, **rest):
+    """The memory of all ranks after the twin and after the reference, gaps and poison included."""
+    memories = []
+    for mine in (True, False):
+        memory = fresh_memory(plan.num_rows, columns, rows.dtype, offset=offset)
+        if mine:
+            assert push(library, rows, plan.routes, memory.addresses, **rest) == ""
+        else:
+            kernels_for("reference").push_rows(rows, plan.routes, memory.addresses)
+        # Both begin at the same place of a 16-byte line, or the same offset would be a different case.
+        assert memory.bytes.data_ptr() % 16 == 0
+        memories.append(memory.bytes)
+    return memories
+
+
+def rows_of(num_tokens, columns, dtype, *, stride=None, shift=0):
+    """Rows of random bytes, `stride` elements apart, `shift` elements from an aligned address."""
+    generator = torch.Generator().manual_seed(num_tokens * 1000 + columns)
+    stride = stride or columns
+    raw = torch.randint(0, 256, ((num_tokens * stride + shift) * dtype.itemsize,), generator=generator)
+    flat = raw.to(torch.uint8).view(dtype)[shift:]
+    return flat.as_strided((num_tokens, columns), (stride, 1), flat.storage_offset())
+
+
+def plan_of(num_tokens, num_topk, *, num_experts=6, num_ranks=3, layout="expert_major"):
+    return plans(ids_of(num_tokens, num_topk, num_experts), expert_ranks(num_experts, num_ranks), num_ranks, layout)
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "flat"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_topk", "columns", "piece_bytes"),
+    [
+        (1, 1, 8, None),
+        (9, 3, 128, None),
+        (33, 4, 64, 64),  # rows of two pieces: many pieces per stage
+        (5, 40, 24, 16),  # more slots than threads
+        (7, 8, 4104, 4096),  # the last piece is short
+        (0, 4, 64, None),
+    ],
+)
+def test_rows_arrive_as_by_the_reference(twin, layout, num_tokens, num_topk, columns, piece_bytes):
+    plan = plan_of(num_tokens, num_topk, layout=layout)
+    rows = rows_of(num_tokens, columns, torch.bfloat16)
+    assert_same_bits(*pushed(twin, rows, plan, columns, piece_bytes=piece_bytes))
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "stride", "shift", "offset"),
+    [
+        (7, torch.bfloat16, None, 0, 0),  # row bytes
+        (12, torch.float16, None, 0, 0),
+        (9, torch.float64, None, 0, 0),
+        (5, torch.uint8, None, 0, 0),
+        (64, torch.bfloat16, 65, 0, 0),  # stride
+        (64, torch.bfloat16, 72, 0, 0),  # aligned rows with gaps: the engine
+        (64, torch.float32, None, 1, 0),  # source address
+        (64, torch.bfloat16, None, 0, 8),  # destinations: each a case of its own
+        (64, torch.bfloat16, None, 0, 4),
+        (64, torch.bfloat16, None, 0, 2),
+        (64, torch.uint8, None, 0, 1),
+    ],
+)
+def test_what_is_not_a_multiple_of_16_takes_the_plain_path(twin, columns, dtype, stride, shift, offset):
+    plan = plan_of(11, 3)
+    rows = rows_of(11, columns, dtype, stride=stride, shift=shift)
+    assert_same_bits(*pushed(twin, rows, plan, columns, offset=offset))
+
+
+def test_one_destination_that_the_engine_cannot_write_does_not_spoil_the_others(twin):
+    rows = rows_of(40, 32, torch.float32)
+    routes = torch.tensor([[make_route(0, t), -1, make_route(1, t), make_route(0, 40 + t)] for t in range(40)])
+    memory = torch.full((256 + 120 * 128,), 0xA5, dtype=torch.uint8)
+    addresses = [memory.data_ptr() + 64, memory.data_ptr() + 64 + 80 * 128 + 4]
+    want = torch.full_like(memory, 0xA5)
+    shift = want.data_ptr() - memory.data_ptr()
+    kernels_for("reference").push_rows(rows, routes, [address + shift for address in addresses])
+    assert push(twin, rows, routes, addresses) == ""
+    assert_same_bits(memory, want)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_number_of_blocks_and_any_delay(twin, num_blocks, seed):
+    plan = plan_of(17, 5)
+    rows = rows_of(17, 48, torch.float32)
+    assert_same_bits(*pushed(twin, rows, plan, 48, num_blocks=num_blocks, piece_bytes=64, seed=seed))
+
+
+def test_no_routes_write_nothing(twin):
+    routes = torch.full((6, 3), -1)
+    assert push(twin, rows_of(6, 64, torch.float32), routes, [0]) == ""
+
+
+BROKEN = {
+    "ends before its stores are written": ("    bulk_wait();\n", ""),
+    "uses a stage again before it was read": ("bulk_wait_read<kBehind>();", ""),
+    "waits for too few groups": ("bulk_wait_read<kBehind>();", "bulk_wait_read<kBehind + 1>();"),
+    "one thread does not wait for the others": ("            __syncwarp();  // lane 0", "            // lane 0"),
+    "stores before the load has arrived": ("while (!arrival_ended(", "if (!arrival_ended("),
+    "looks for the wrong phase": ("(i / kStages % 2)", "(0)"),
+    "does not tell the engine of its arrivals": ("        arrivals_ready();\n", ""),
+    "loads too far ahead": ("kAhead = kStages - kBehind", "kAhead = kStages"),
+    "stores past the end of a row": ("bulk_store(to, buffer, piece.bytes)", "bulk_store(to, buffer, piece.bytes + 16)"),
+    "forgets the last slot": ("p < num_slots; p += kWarp", "p < num_slots - 1; p += kWarp"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_kernel_that_is_broken_is_caught(tmp_path, name):
+    source = (ROOT / "csrc/cuda/push_bulk.cu").read_text(encoding="utf-8")
+    before, after = BROKEN[name]
+    assert source.count(before) == 1, f"{name}: push_bulk.cu no longer has {before!r} once"
+    library = build(tmp_path, source.replace(before, after))
+    plan = plan_of(60, 5)
+    rows = rows_of(60, 48, torch.float32)
+    want = fresh_memory(plan.num_rows, 48, rows.dtype)
+    kernels_for("reference").push_rows(rows, plan.routes, want.addresses)
+    for seed in range(5):
+        memory = fresh_memory(plan.num_rows, 48, rows.dtype)
+        failure = push(library, rows, plan.routes, memory.addresses, piece_bytes=64, seed=seed)
+        if failure or not torch.equal(memory.bytes, want.bytes):
+            return
+    pytest.fail(f"push_bulk.cu that {name} passes")
+
+
+@pytest.mark.parametrize("row_bytes", [0, 1, 16, 14336, 16384, 16400, 57344, 100001])
+def test_pieces_fit_and_cover_a_row(row_bytes):
+    num_blocks, piece_bytes, shared_bytes = choose_launch(4096, row_bytes, 132)
+    assert num_blocks == 396
+    assert piece_bytes % 16 == 0
+    assert 16 <= piece_bytes <= 16384
+    assert 3 * (shared_bytes + 1024) <= 227 * 1024
+    num_pieces = -(-row_bytes // piece_bytes)
+    assert num_pieces == -(-row_bytes // 16384)
+    assert num_pieces * piece_bytes - row_bytes < 16 * max(1, num_pieces)
+
+
+def test_few_tokens_take_few_blocks():
+    assert choose_launch(5, 1024, 132).num_blocks == 5
