@@ -5,7 +5,7 @@ T tokens   K num_topk   E experts   R ranks   H columns
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from moecomm.placement import Placement
 from moecomm.testing import masked, uniform, with_duplicates
 from moecomm.testing.contracts.cases import random_rows
 
-__all__ = ["Memory", "check"]
+__all__ = ["Memory", "check", "check_push"]
 
 _GUARD = 64
 _SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -161,6 +161,20 @@ class _Check:
         self.reference.combine_rows(want, routes, here.addresses, weights=weights)
         return wrong_bits(got, want)
 
+    def pushes(self, name: str, push: Callable[[Tensor, Tensor, list[int]], None]) -> Iterator[tuple[str, str, int]]:
+        ids = masked(self.size.tokens, self.size.num_experts, self.size.num_topk, seed=self.seed)
+        routes = self.reference.plan_flat(ids, self.expert_rank, torch.arange(self.size.num_ranks))
+        self.num_rows = self.size.tokens + self.size.num_ranks
+        for dtype in self.size.dtypes:
+            for columns in self.size.columns:
+                for gap in (0, 3):
+                    case = f"{str(dtype).removeprefix('torch.')} x {columns}, {gap} between rows"
+                    rows = self.random((self.size.tokens, columns + gap), dtype, case)
+                    got, want = self.memories(columns * dtype.itemsize)
+                    push(rows.to(self.device)[:, :columns], routes.to(self.device), got.addresses)
+                    self.reference.push_rows(rows[:, :columns], routes, want.addresses)
+                    yield name, case, wrong_bits(got.bytes, want.bytes)
+
     def flat(self, name: str, ids: Tensor) -> Iterator[tuple[str, str, int]]:
         """What goes beside flat rows, and back."""
         routes = self.reference.plan_flat(ids, self.expert_rank, torch.arange(self.size.num_ranks))
@@ -205,3 +219,10 @@ class _Check:
 def check(kernels: RowKernels, context: Context) -> Iterator[tuple[str, str, int]]:
     """Kernel, case and wrong elements, for every method of `RowKernels`."""
     return _Check(kernels, context).run()
+
+
+def check_push(
+    name: str, push: Callable[[Tensor, Tensor, list[int]], None], context: Context
+) -> Iterator[tuple[str, str, int]]:
+    """The same for another implementation of `push_rows`, without weights."""
+    return _Check(kernels_for("reference"), context).pushes(name, push)

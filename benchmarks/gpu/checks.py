@@ -1,4 +1,4 @@
-"""Every Triton kernel against the reference: fresh random inputs, poisoned outputs, one line per kernel.
+"""Every kernel against the reference: fresh random inputs, poisoned outputs, one line per kernel.
 
 Kernels run on the device; the reference runs on the CPU on copies of the same inputs. A kernel that is not here is not
 checked: tests/triton/test_gpu_benchmark.py compares the list with the contracts.
@@ -15,9 +15,10 @@ import check_rows
 from context import Context
 from report import checked
 
+from moecomm.kernels.cuda.push_bulk import push_rows_in_bulk
 from moecomm.kernels.registry import eager_kernels_for, kernels_for
 
-__all__ = ["CHECKS", "Found", "run"]
+__all__ = ["CHECKS", "ON_GPU", "Found", "run"]
 
 Found = Iterator[tuple[str, str, int]]
 """Kernel, case, wrong elements."""
@@ -31,17 +32,28 @@ def _low_latency(context: Context) -> Found:
     return check_low_latency.check(eager_kernels_for("triton"), context)
 
 
+def _bulk(context: Context) -> Found:
+    return check_rows.check_push("push_rows_in_bulk", push_rows_in_bulk, context)
+
+
 CHECKS: dict[str, Callable[[Context], Found]] = {
     "row kernels": _rows,
+    "push in bulk": _bulk,
     "low-latency kernels": _low_latency,
     "signals": check_low_latency.check_signals,
     "experts": check_experts.check,
 }
 
 
+ON_GPU = {"push in bulk"}
+"""CUDA C++, which nothing interprets."""
+
+
 def run(context: Context) -> None:
     """All of them; a kernel that raises is an error, and the next family is checked."""
     for family, check in CHECKS.items():
+        if family in ON_GPU and not context.timer.is_gpu:
+            continue
         wrong: dict[str, int] = defaultdict(int)
         cases: dict[str, list[str]] = defaultdict(list)
 

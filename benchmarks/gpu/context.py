@@ -12,6 +12,8 @@ from report import Record, unmeasured
 from sizes import Sizes
 from timing import Timer
 
+from moecomm.errors import TransportUnavailable
+
 __all__ = ["Context"]
 
 
@@ -63,6 +65,8 @@ class Context:
         except torch.cuda.OutOfMemoryError:
             # Without the traceback, which holds the tensors.
             message = "not measured: not enough memory on the device"
+        except TransportUnavailable as error:
+            message = f"not measured: {error}"
         except Exception as error:  # noqa: BLE001  one broken kernel must not hide the figures of the others
             message = f"{type(error).__name__}: {error}"
         else:

@@ -21,6 +21,7 @@ from sizes import combine_bytes, push_bytes
 from torch import Tensor
 
 from moecomm.kernels.base import ROW_BITS
+from moecomm.kernels.cuda.push_bulk import push_rows_in_bulk
 from moecomm.kernels.triton.rows import TritonRowKernels
 from moecomm.placement import Placement
 from moecomm.testing import uniform
@@ -128,6 +129,9 @@ def run(context: Context) -> None:
     def push(rank: int) -> None:
         kernels.push_rows(ranks.x[rank], ranks.routes[rank], ranks.addresses)
 
+    def push_in_bulk(rank: int) -> None:
+        push_rows_in_bulk(ranks.x[rank], ranks.routes[rank], ranks.addresses)
+
     def push_weighted(rank: int) -> None:
         weights = ranks.topk_weights[rank]
         kernels.push_rows(ranks.x[rank], ranks.routes[rank], ranks.addresses, weights=weights)
@@ -195,6 +199,8 @@ def run(context: Context) -> None:
 
     pushes = partial(measure, written=[ranks.received], bytes_of=push_bytes)
     pushes("push weighted", push_weighted, wrong_weighted_rows, goal=None)
+    if context.timer.is_gpu:
+        pushes("push in bulk (CUDA C++)", push_in_bulk, ranks.wrong_rows, goal=0.85)
     pushes("push", push, ranks.wrong_rows, goal=0.85)
     context.timer.on_streams([push], sizes.num_ranks)  # what the combines read, also where a case was left out
     combines = partial(measure, written=ranks.out, bytes_of=combine_bytes, goal=0.8)

@@ -28,10 +28,12 @@ import sizes
 import timing
 from context import Context
 
+from moecomm.errors import TransportUnavailable
 from moecomm.kernels import kernels_for
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.registry import eager_kernels_for
+from moecomm.kernels.triton import tile_shapes
 from moecomm.kernels.triton.rows import TritonRowKernels
 
 CPU = torch.device("cpu")
@@ -123,6 +125,17 @@ def test_a_broken_row_kernel_is_counted_and_no_other(name, harm, monkeypatch):
     assert {name} <= {kernel.removesuffix(" weighted") for kernel in hit} <= {name} | followers
 
 
+def test_another_push_is_held_to_the_reference():
+    reference = kernels_for("reference")
+    harmless = {count for *_, count in check_rows.check_push("push", reference.push_rows, context_of("checks"))}
+    assert harmless == {0}
+
+    def into_the_guard(rows_, routes, addresses):
+        one_row_on(reference.push_rows, (rows_, routes, addresses), {})
+
+    assert all(count for *_, count in check_rows.check_push("push", into_the_guard, context_of("checks")))
+
+
 def test_a_broken_low_latency_kernel_is_counted():
     def spoil_counts(method, args, kwargs):
         learned = method(*args, **kwargs)
@@ -144,6 +157,24 @@ def test_a_broken_product_is_counted(monkeypatch):
     monkeypatch.setattr(check_experts, "grouped_gemm", broken)
     hit = {kernel for kernel, _, count in check_experts.check(context_of("checks")) if count}
     assert hit == {"grouped_gemm", "grouped_gemm, data gradient"}
+
+
+def test_checks_take_the_default_tiles_unmeasured(monkeypatch):
+    monkeypatch.setattr(tile_shapes, "is_interpreted", lambda: False)
+    monkeypatch.setattr(tile_shapes, "_capability", lambda device: 90)
+    launched = []
+    with tile_shapes.default_shapes():
+        shape = tile_shapes.choose_shape(
+            "plain",
+            compute=torch.bfloat16,
+            dtypes=(torch.bfloat16,) * 3,
+            rows_per_expert=128,
+            sizes=(4, 264, 272),
+            device=CPU,
+            launch=launched.append,
+        )
+    assert shape == tile_shapes.default_shape("plain", 2, 128, 90)
+    assert not launched
 
 
 def test_a_wrong_answer_and_a_crash_make_status_1(monkeypatch, capsys):
@@ -286,12 +317,15 @@ def test_what_stops_a_case_becomes_a_record():
 
     assert not context.attempt("a", "", stop(torch.cuda.OutOfMemoryError("big")))
     assert not context.attempt("b", "", stop(AssertionError("odd")))
+    missing = TransportUnavailable("cuda", "CuPy is missing", "pip install cupy-cuda13x")
+    assert not context.attempt("d", "", stop(missing))
     late = context_of("gemm", seconds=-1.0)
     assert not late.attempt("c", "", stop(KeyError()))
     notes = [(record.note, record.is_error) for record in (*context.records, *late.records)]
     assert notes == [
         ("not measured: not enough memory on the device", False),
         ("AssertionError: odd", True),
+        (f"not measured: {missing}", False),
         ("not measured: the part's time is over", False),
     ]
 
