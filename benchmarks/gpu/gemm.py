@@ -33,8 +33,8 @@ from moecomm.kernels.triton.segments import Segments
 
 __all__ = ["Operands", "dtype_of", "make_operands", "run"]
 
-# One rounding of the result on each side; roundings of what is summed, such as the activation.
-_PLAIN = {"relative": 2.0**-7, "absolute": 2e-3}
+# A rounding of the result on each side, and of partial sums in torch's; then also of the activation.
+_PLAIN = {"relative": 2.0**-7, "absolute": 1e-2}
 _FUSED = {"relative": 2.0**-6, "absolute": 5e-2}
 
 

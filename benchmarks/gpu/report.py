@@ -118,10 +118,11 @@ def compared(
 
 
 def verdict(records: Sequence[Record]) -> str:
-    """A sentence: whether all answers were right, how much broke, and how much was left out."""
+    """A sentence: how many lines hold a checked answer, whether all were right, what broke, what was left out."""
     wrong, errors = sum(record.wrong or 0 for record in records), sum(record.is_error for record in records)
     left_out = sum(record.note is not None for record in records) - errors
-    parts = [f"{wrong} wrong elements" if wrong else "all answers are right"]
+    answers = sum(record.wrong is not None for record in records)
+    parts = [f"{answers} answers checked, {f'{wrong} wrong elements' if wrong else 'none wrong'}"]
     parts += [f"{errors} errors"] if errors else []
     parts += [f"{left_out} not measured"] if left_out else []
     return "; ".join(parts)
