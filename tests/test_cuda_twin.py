@@ -143,6 +143,19 @@ def test_any_number_of_blocks_and_any_delay(twin, num_blocks, seed):
     assert_same_bits(*pushed(twin, rows, plan, 48, num_blocks=num_blocks, piece_bytes=64, seed=seed))
 
 
+@pytest.mark.parametrize("columns", [64, 7])
+def test_rows_beyond_32_bits_are_reached(twin, columns):
+    plan = plan_of(9, 3)
+    rows = rows_of(9, columns, torch.bfloat16)
+    first = (1 << 33) + 5  # that so many rows lie before these is all that the kernel can know
+    memory, want = (fresh_memory(plan.num_rows, columns, rows.dtype) for _ in range(2))
+    kernels_for("reference").push_rows(rows, plan.routes, want.addresses)
+    far = [address - first * columns * rows.element_size() for address in memory.addresses]
+    routes = torch.where(plan.routes < 0, plan.routes, plan.routes + first)
+    assert push(twin, rows, routes, far) == ""
+    assert_same_bits(memory.bytes, want.bytes)
+
+
 def test_no_routes_write_nothing(twin):
     routes = torch.full((6, 3), -1)
     assert push(twin, rows_of(6, 64, torch.float32), routes, [0]) == ""

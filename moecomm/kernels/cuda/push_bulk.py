@@ -106,7 +106,7 @@ def _launch(kernel: Any, device: torch.device, chosen: BulkLaunch, arguments: tu
     import numpy
 
     stream = torch.cuda.current_stream(device)
-    with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream, device.index):
+    with cupy.cuda.Device(device.index), cupy.cuda.Stream.from_external(stream):
         kernel.max_dynamic_shared_size_bytes = chosen.shared_bytes
         kernel(
             (chosen.num_blocks,),
