@@ -14,7 +14,7 @@ from kernel_cases import assert_same_bits, expert_ranks, fresh_memory, ids_of, p
 
 from moecomm.kernels import kernels_for
 from moecomm.kernels.base import make_route
-from moecomm.kernels.cuda.push_bulk import choose_launch
+from moecomm.kernels.cuda.push_bulk import choose_launch, kernel_arguments
 
 ROOT = Path(__file__).parents[1]
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -47,8 +47,7 @@ def push(library, rows, routes, addresses, *, num_blocks=2, piece_bytes=None, se
     piece_bytes = piece_bytes or chosen.piece_bytes
     shared_bytes = chosen.shared_bytes - 4 * (chosen.piece_bytes - piece_bytes)
     table = torch.tensor(addresses, dtype=torch.int64)
-    numbers = [rows.data_ptr(), rows.stride(0) * rows.element_size(), num_tokens, row_bytes]
-    numbers += [routes.data_ptr(), routes.shape[1], table.data_ptr(), piece_bytes]
+    numbers = kernel_arguments(rows, routes, table, piece_bytes)
     failure = ctypes.create_string_buffer(256)
     head = [ctypes.c_uint(num_blocks), ctypes.c_int64(shared_bytes), ctypes.c_uint(seed), failure, ctypes.c_size_t(256)]
     library.run_push_bulk(*head, *map(ctypes.c_int64, numbers))
@@ -141,6 +140,19 @@ def test_any_number_of_blocks_and_any_delay(twin, num_blocks, seed):
     plan = plan_of(17, 5)
     rows = rows_of(17, 48, torch.float32)
     assert_same_bits(*pushed(twin, rows, plan, 48, num_blocks=num_blocks, piece_bytes=64, seed=seed))
+
+
+@pytest.mark.parametrize("columns", [64, 7])
+def test_rows_beyond_32_bits_are_reached(twin, columns):
+    plan = plan_of(9, 3)
+    rows = rows_of(9, columns, torch.bfloat16)
+    first = (1 << 33) + 5  # that so many rows lie before these is all that the kernel can know
+    memory, want = (fresh_memory(plan.num_rows, columns, rows.dtype) for _ in range(2))
+    kernels_for("reference").push_rows(rows, plan.routes, want.addresses)
+    far = [address - first * columns * rows.element_size() for address in memory.addresses]
+    routes = torch.where(plan.routes < 0, plan.routes, plan.routes + first)
+    assert push(twin, rows, routes, far) == ""
+    assert_same_bits(memory.bytes, want.bytes)
 
 
 def test_no_routes_write_nothing(twin):

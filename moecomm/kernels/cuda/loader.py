@@ -39,7 +39,9 @@ def load_kernel(name: str, device: int, *, min_capability: int) -> Any:
         TransportUnavailable: CuPy, its compiler, a driver or a device that can run it is missing; says what to do.
         RuntimeError: the source does not compile.
     """
-    return _loaded(name, _architecture(name, device, min_capability))
+    architecture = _architecture(name, device, min_capability)
+    with _cupy(name).cuda.Device(device):  # or the current device would load it as well
+        return _loaded(name, architecture)
 
 
 @functools.cache

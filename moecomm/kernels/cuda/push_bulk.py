@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moecomm.kernels.cuda.loader import load_kernel
 
-__all__ = ["BulkLaunch", "choose_launch", "push_rows_in_bulk"]
+__all__ = ["BulkLaunch", "choose_launch", "kernel_arguments", "push_rows_in_bulk"]
 
 # As in csrc/cuda/push_bulk.cu.
 _NUM_STAGES = 4
@@ -47,6 +47,13 @@ def choose_launch(num_tokens: int, row_bytes: int, num_multiprocessors: int) -> 
     return BulkLaunch(num_blocks, piece_bytes, _HEADER_BYTES + _NUM_STAGES * piece_bytes)
 
 
+def kernel_arguments(rows: Tensor, routes: Tensor, table: Tensor, piece_bytes: int) -> tuple[int, ...]:
+    """What the kernel takes, in its order; every one is a 64-bit integer or a pointer."""
+    num_bytes = rows.element_size()
+    of_rows = (rows.data_ptr(), rows.stride(0) * num_bytes, rows.shape[0], rows.shape[1] * num_bytes)
+    return (*of_rows, routes.data_ptr(), routes.shape[1], table.data_ptr(), piece_bytes)
+
+
 def push_rows_in_bulk(rows: Tensor, routes: Tensor, addresses: Sequence[int] | Tensor) -> None:
     """As `push_rows` in `moecomm.kernels.base`, without weights; on the current stream, which later work waits for.
 
@@ -68,11 +75,7 @@ def push_rows_in_bulk(rows: Tensor, routes: Tensor, addresses: Sequence[int] | T
     kernel = load_kernel("push_bulk", rows.get_device(), min_capability=_MIN_CAPABILITY)
     multiprocessors = torch.cuda.get_device_properties(rows.device).multi_processor_count
     chosen = choose_launch(num_tokens, row_bytes, multiprocessors)
-    arguments = (
-        *(rows.data_ptr(), rows.stride(0) * rows.element_size(), num_tokens, row_bytes),
-        *(routes.data_ptr(), routes.shape[1], table.data_ptr(), chosen.piece_bytes),
-    )
-    _launch(kernel, rows.device, chosen, arguments)
+    _launch(kernel, rows.device, chosen, kernel_arguments(rows, routes, table, chosen.piece_bytes))
 
 
 def _check(rows: Tensor, routes: Tensor, addresses: Sequence[int] | Tensor) -> Tensor:
@@ -106,7 +109,7 @@ def _launch(kernel: Any, device: torch.device, chosen: BulkLaunch, arguments: tu
     import numpy
 
     stream = torch.cuda.current_stream(device)
-    with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream, device.index):
+    with cupy.cuda.Device(device.index), cupy.cuda.Stream.from_external(stream):
         kernel.max_dynamic_shared_size_bytes = chosen.shared_bytes
         kernel(
             (chosen.num_blocks,),
