@@ -105,13 +105,13 @@ def compile_cases() -> list[CompileCase]:
     """Every dtype, plain and weighted."""
     cases = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        for has_weights in (False, True):
+        for row_bytes, num_tokens, has_weights in ((14336, 4096, False), (14336, 8, True), (512, 4096, True)):
             wide = TRITON_DTYPES[weights_dtype(dtype)]
-            moves = numbers_of("a row", dtype, 4096, 16)
-            tile = tile_of(4096, moves)
+            moves = numbers_of("a row", dtype, row_bytes, 16)
+            tile = tile_of(num_tokens, moves)
             cases.append(
                 CompileCase(
-                    name=f"combine_rows {moves.dtype}{' weighted' if has_weights else ''}",
+                    name=f"combine_rows {moves.dtype}{' weighted' if has_weights else ''}, {tile.columns} columns",
                     kernel=combine_rows_kernel,
                     signature={
                         "out": "i64",

@@ -210,12 +210,20 @@ def compile_cases() -> list[CompileCase]:
         "COLUMNS": "constexpr",
     }
     cases = []
-    for alignment, has_sources in ((16, False), (16, True), (4, False), (1, False)):
-        moves = moves_of(2048 * alignment, alignment)
-        tile = tile_of(4096, moves)
+    for row_bytes, alignment, has_sources, num_tokens in (
+        (14336, 16, False, 4096),
+        (14336, 16, False, 8),
+        (14336, 16, True, 8),
+        (512, 16, False, 4096),
+        (14332, 4, False, 4096),
+        (14331, 1, False, 4096),
+        (4, 4, False, 4096),
+    ):
+        moves = moves_of(row_bytes, alignment)
+        tile = tile_of(num_tokens, moves)
         cases.append(
             CompileCase(
-                name=f"push_rows {alignment} bytes{' from addresses' if has_sources else ''}",
+                name=f"push_rows {alignment} bytes, {tile.columns} columns{', any source' if has_sources else ''}",
                 kernel=push_rows_kernel,
                 signature={**common, "sources": "*i64", "HAS_SOURCES": "constexpr"},
                 constexprs={
