@@ -29,13 +29,15 @@ def check_tensor(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None = None
 ) -> None:
     """Refuses a tensor that is not contiguous on the device with this dtype and shape."""
-    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or _is_away(tensor, device):
+    is_there = tensor.is_cpu if device is None else tensor.device == device
+    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or not is_there:
         _refuse(name, tensor, f"contiguous {dtype} {list(shape)}", device)
 
 
 def check_matrix(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> None:
     """Refuses a tensor that is not a contiguous matrix on the device with this dtype."""
-    if tensor.dtype is not dtype or tensor.dim() != 2 or not tensor.is_contiguous() or _is_away(tensor, device):
+    is_there = tensor.is_cpu if device is None else tensor.device == device
+    if tensor.dtype is not dtype or tensor.dim() != 2 or not tensor.is_contiguous() or not is_there:
         _refuse(name, tensor, f"a contiguous matrix of {dtype}", device)
 
 
@@ -70,14 +72,10 @@ def check_values(name: str, tensor: Tensor, shape: tuple[int, ...], device: torc
 
 def check_ids(name: str, tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Refuses a tensor that is not a matrix of int32 or int64 on the device; gives it contiguous."""
-    is_id = tensor.dtype is torch.int64 or tensor.dtype is torch.int32
-    if not is_id or tensor.dim() != 2 or _is_away(tensor, device):
+    is_there = tensor.is_cpu if device is None else tensor.device == device
+    if (tensor.dtype is not torch.int64 and tensor.dtype is not torch.int32) or tensor.dim() != 2 or not is_there:
         _refuse(name, tensor, "a matrix of torch.int32 or torch.int64", device)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
-def _is_away(tensor: Tensor, device: torch.device | None) -> bool:
-    return not tensor.is_cpu if device is None else tensor.device != device
 
 
 def _refuse(name: str, tensor: Tensor, wanted: str, device: torch.device | None) -> NoReturn:

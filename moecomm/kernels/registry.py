@@ -23,6 +23,7 @@ __all__ = [
     "kernels_for",
 ]
 
+_VARIABLE = "MOECOMM_KERNELS"
 _KNOWN = {
     "cpu": ("moecomm.kernels.cpu", "CpuRowKernels"),
     "reference": ("moecomm.kernels.reference", "ReferenceRowKernels"),
@@ -83,14 +84,22 @@ def chosen_kernels(device_type: str) -> RowKernels:
     """The row kernels that communicators use for tensors on a device; read from the environment at each call.
 
     Raises:
-        ValueError, ImportError: as `kernels_for`.
+        ValueError: MOECOMM_KERNELS names none.
+        ImportError: Triton is not installed.
     """
-    return kernels_for(os.environ.get("MOECOMM_KERNELS", device_type))
+    return kernels_for(_chosen(device_type))
 
 
 def chosen_eager_kernels(device_type: str) -> EagerKernels:
     """The low-latency kernels that communicators use; as `chosen_kernels`."""
-    return eager_kernels_for(os.environ.get("MOECOMM_KERNELS", device_type))
+    return eager_kernels_for(_chosen(device_type))
+
+
+def _chosen(device_type: str) -> str:
+    name = os.environ.get(_VARIABLE, device_type)
+    if name not in _KNOWN:
+        raise ValueError(f"{_VARIABLE} is {name!r}; there are kernels for {', '.join(available_kernels())}")
+    return name
 
 
 def _make(device_type: str, known: dict[str, tuple[str, str]]) -> Any:

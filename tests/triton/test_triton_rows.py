@@ -1,5 +1,9 @@
 """Row kernels in Triton, interpreted: the contract, and what it leaves out, bit by bit against the reference."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from kernel_cases import (
@@ -206,6 +210,18 @@ def test_wrong_arguments_are_named():
         TRITON.pull_values(routes.to("meta"), [64])
 
 
+def test_without_the_interpreter_cpu_tensors_are_refused():
+    program = """
+import torch
+from moecomm.kernels import kernels_for
+kernels_for("triton").pull_values(torch.zeros(1, 1).long(), [64])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert "routes is on cpu; Triton kernels take CUDA tensors, or CPU tensors if TRITON_INTERPRET=1" in done.stderr
+
+
 # -- far away ----------------------------------------------------------------------------------------------------------
 
 
@@ -261,4 +277,4 @@ def test_tiles_cover_all_rows_and_no_tile_is_larger_than_its_registers():
                 assert tile.tokens * (tile.num_programs // pieces) >= num_tokens
                 assert tile.num_programs % pieces == 0
                 assert tile.tokens * tile.columns <= 4096
-                assert tile.tokens * tile.columns * moves.dtype.primitive_bitwidth <= 8 * 8192
+                assert tile.tokens * tile.columns * moves.dtype.primitive_bitwidth <= 8 * 16384

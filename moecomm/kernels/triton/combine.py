@@ -52,27 +52,27 @@ def combine_rows_kernel(
     num_pieces = tl.cdiv(num_columns, COLUMNS)
     program = tl.program_id(0)
     t = (program // num_pieces).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    c = (program % num_pieces) * COLUMNS + tl.arange(0, COLUMNS)
+    c = ((program % num_pieces) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_token = t < num_tokens
-    is_column = (c < num_columns)[None, :]
+    is_column = c < num_columns
+    first = routes + t * num_slots
+    first_weight = weights + t * num_slots
     total = tl.zeros((TOKENS, COLUMNS), dtype=WIDE)
     # Unrolled, so that the loads of several rows are on their way together; the sums keep their order.
     for p in tl.range(0, num_slots, loop_unroll_factor=4):
-        route = tl.load(routes + t * num_slots + p, mask=is_token, other=-1)
+        route = tl.load(first + p, mask=is_token, other=-1)
         is_route = route >= 0
         place = route_pointers(route, addresses, row_bytes, DTYPE, ALIGNMENT)
         # The sum is never -0, so adding the 0 of an absent row leaves it as it is.
-        row = tl.load(place + c[None, :], mask=is_route[:, None] & is_column, other=0.0)
+        row = tl.load(place + c, mask=is_route[:, None] & is_column, other=0.0)
         row = widened(row, WIDE)
         if HAS_WEIGHTS:
-            weight = tl.load(weights + t * num_slots + p, mask=is_route, other=0.0)
+            weight = tl.load(first_weight + p, mask=is_route, other=0.0)
             total = total + weight[:, None] * row
         else:
             total = total + row
     target = tl.cast(out, tl.int64) + t * row_bytes
-    tl.store(
-        row_pointers(target, DTYPE, ALIGNMENT) + c[None, :], rounded(total, DTYPE), mask=is_token[:, None] & is_column
-    )
+    tl.store(row_pointers(target, DTYPE, ALIGNMENT) + c, rounded(total, DTYPE), mask=is_token[:, None] & is_column)
 
 
 def combine_rows(out: Tensor, routes: Tensor, addresses: Addresses, weights: Tensor | None) -> None:
@@ -105,13 +105,13 @@ def compile_cases() -> list[CompileCase]:
     """Every dtype, plain and weighted."""
     cases = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        for has_weights in (False, True):
+        for row_bytes, num_tokens, has_weights in ((14336, 4096, False), (14336, 8, True), (512, 4096, True)):
             wide = TRITON_DTYPES[weights_dtype(dtype)]
-            moves = numbers_of("a row", dtype, 4096, 16)
-            tile = tile_of(4096, moves)
+            moves = numbers_of("a row", dtype, row_bytes, 16)
+            tile = tile_of(num_tokens, moves)
             cases.append(
                 CompileCase(
-                    name=f"combine_rows {moves.dtype}{' weighted' if has_weights else ''}",
+                    name=f"combine_rows {moves.dtype}{' weighted' if has_weights else ''}, {tile.columns} columns",
                     kernel=combine_rows_kernel,
                     signature={
                         "out": "i64",

@@ -47,7 +47,7 @@ def scale_dot_kernel(
     y_row = row_pointers(tl.cast(y, tl.int64) + n * row_bytes, DTYPE, ALIGNMENT)
     scaled_row = row_pointers(tl.cast(scaled, tl.int64) + n * row_bytes, DTYPE, ALIGNMENT)
     total = tl.zeros((ROWS, LANES), dtype=weights.dtype.element_ty)
-    for first in tl.range(0, num_columns, LANES, loop_unroll_factor=4):
+    for first in tl.range(0, num_columns, LANES, loop_unroll_factor=2):
         c = (first + lane)[None, :]
         mask = is_row[:, None] & (c < num_columns)
         gradient = widened(tl.load(g_row + c, mask=mask, other=0.0), weights.dtype.element_ty)

@@ -58,24 +58,25 @@ def push_rows_kernel(
     num_pieces = tl.cdiv(num_columns, COLUMNS)
     program = tl.program_id(0)
     t = (program // num_pieces).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    c = (program % num_pieces) * COLUMNS + tl.arange(0, COLUMNS)
+    c = ((program % num_pieces) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_token = t < num_tokens
-    is_column = (c < num_columns)[None, :]
+    is_column = c < num_columns
     if HAS_SOURCES:
         source = tl.load(sources + t, mask=is_token, other=0)
         is_token &= source != 0
     else:
         source = tl.cast(rows, tl.int64) + t * row_stride
     piece = tl.load(
-        row_pointers(source, DTYPE, ALIGNMENT) + c[None, :],
+        row_pointers(source, DTYPE, ALIGNMENT) + c,
         mask=is_token[:, None] & is_column,
         eviction_policy="evict_first",
     )
+    first = routes + t * num_slots
     for p in range(num_slots):
-        route = tl.load(routes + t * num_slots + p, mask=is_token, other=-1)
+        route = tl.load(first + p, mask=is_token, other=-1)
         is_route = route >= 0
         place = route_pointers(route, addresses, row_bytes, DTYPE, ALIGNMENT)
-        tl.store(place + c[None, :], piece, mask=is_route[:, None] & is_column)
+        tl.store(place + c, piece, mask=is_route[:, None] & is_column)
 
 
 @triton.jit(do_not_specialize=["rows", "row_stride", "num_tokens", "num_units", "num_slots"])
@@ -100,23 +101,25 @@ def push_weighted_rows_kernel(
     num_pieces = tl.cdiv(num_columns, COLUMNS)
     program = tl.program_id(0)
     t = (program // num_pieces).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    c = (program % num_pieces) * COLUMNS + tl.arange(0, COLUMNS)
+    c = ((program % num_pieces) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_token = t < num_tokens
-    is_column = (c < num_columns)[None, :]
+    is_column = c < num_columns
     source = tl.cast(rows, tl.int64) + t * row_stride
     piece = tl.load(
-        row_pointers(source, DTYPE, ALIGNMENT) + c[None, :],
+        row_pointers(source, DTYPE, ALIGNMENT) + c,
         mask=is_token[:, None] & is_column,
         eviction_policy="evict_first",
     )
     piece = widened(piece, weights.dtype.element_ty)
+    first = routes + t * num_slots
+    first_weight = weights + t * num_slots
     for p in range(num_slots):
-        route = tl.load(routes + t * num_slots + p, mask=is_token, other=-1)
+        route = tl.load(first + p, mask=is_token, other=-1)
         is_route = route >= 0
-        weight = tl.load(weights + t * num_slots + p, mask=is_route, other=0.0)
+        weight = tl.load(first_weight + p, mask=is_route, other=0.0)
         place = route_pointers(route, addresses, row_bytes, DTYPE, ALIGNMENT)
         scaled = rounded(weight[:, None] * piece, DTYPE)
-        tl.store(place + c[None, :], scaled, mask=is_route[:, None] & is_column)
+        tl.store(place + c, scaled, mask=is_route[:, None] & is_column)
 
 
 def push_rows(rows: Tensor, routes: Tensor, addresses: Addresses) -> None:
@@ -210,12 +213,20 @@ def compile_cases() -> list[CompileCase]:
         "COLUMNS": "constexpr",
     }
     cases = []
-    for alignment, has_sources in ((16, False), (16, True), (4, False), (1, False)):
-        moves = moves_of(2048 * alignment, alignment)
-        tile = tile_of(4096, moves)
+    for row_bytes, alignment, has_sources, num_tokens in (
+        (14336, 16, False, 4096),
+        (14336, 16, False, 8),
+        (14336, 16, True, 8),
+        (512, 16, False, 4096),
+        (14332, 4, False, 4096),
+        (14331, 1, False, 4096),
+        (4, 4, False, 4096),
+    ):
+        moves = moves_of(row_bytes, alignment)
+        tile = tile_of(num_tokens, moves)
         cases.append(
             CompileCase(
-                name=f"push_rows {alignment} bytes{' from addresses' if has_sources else ''}",
+                name=f"push_rows {alignment} bytes, {tile.columns} columns{', any source' if has_sources else ''}",
                 kernel=push_rows_kernel,
                 signature={**common, "sources": "*i64", "HAS_SOURCES": "constexpr"},
                 constexprs={
