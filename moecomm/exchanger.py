@@ -21,7 +21,7 @@ from moecomm.codecs.base import Codec, RowFormat
 from moecomm.errors import CommunicatorClosed, RoutingChanged
 from moecomm.handle import Handle
 from moecomm.kernels.base import weights_dtype
-from moecomm.kernels.registry import kernels_for
+from moecomm.kernels.registry import chosen_kernels
 from moecomm.placement import Placement
 from moecomm.recompute import RoutingLog, is_recomputing
 
@@ -95,6 +95,7 @@ class Exchanger:
         self._hidden = hidden
         self._max_topk = max_topk
         self._placement = placement
+        self._kernels = chosen_kernels("cpu")
         self._dispatches: Found[tuple[Algorithm, int, RowFormat]] = Found()
         self._combines: Found[tuple[Algorithm, RowFormat]] = Found()
         self._log = RoutingLog()
@@ -280,7 +281,7 @@ class Exchanger:
         arrival = self.dispatch_again(grad, topk_weights, handle)
         rows, weights = arrival.flat()
         assert weights is not None
-        grad_y, products = kernels_for("cpu").scale_dot(rows, y.contiguous(), weights)
+        grad_y, products = self._kernels.scale_dot(rows, y.contiguous(), weights)
         returned = self.combine(products.new_empty((handle.num_rows, 0)), handle, values=products)
         assert returned.values is not None
         return grad_y, returned.values
@@ -300,7 +301,7 @@ class Exchanger:
         """Raises RoutingChanged if no forward has routed like this."""
         placement = self._placement
         counts = torch.empty(placement.num_experts + placement.num_ranks, dtype=torch.int32)
-        fingerprint = kernels_for("cpu").count_routes(topk_idx, placement.expert_rank, placement.num_ranks, counts)
+        fingerprint = self._kernels.count_routes(topk_idx, placement.expert_rank, placement.num_ranks, counts)
         if fingerprint not in self._log:
             raise RoutingChanged(f"a recompute dispatches otherwise than any forward did: {_CHANGED}")
 

@@ -138,8 +138,8 @@ class Receiver:
         return torch.cat([self.rows.whole, self.values.whole])
 
 
-def pair_of(world, rank, inputs, **form):
-    return [Receiver(k, world, rank, inputs.row_bytes, inputs.value_bytes, **form) for k in (CPU, REFERENCE)]
+def pair_of(world, rank, inputs, *, kernels=CPU, **form):
+    return [Receiver(k, world, rank, inputs.row_bytes, inputs.value_bytes, **form) for k in (kernels, REFERENCE)]
 
 
 def compare(got, want, got_result, want_result):

@@ -2,6 +2,8 @@
 
 import mmap
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from kernel_cases import assert_same_bits, bytes_at, expert_ranks, fresh_memory,
 from moecomm import _C
 from moecomm.kernels import available_kernels, kernels_for
 from moecomm.kernels.base import make_route, rank_of, row_of
+from moecomm.kernels.registry import chosen_eager_kernels, chosen_kernels, eager_kernels_for
 
 REFERENCE = kernels_for("reference")
 CPU = kernels_for("cpu")
@@ -266,3 +269,27 @@ def test_kernels_by_name():
     assert kernels_for("cpu") is kernels_for("cpu")
     with pytest.raises(ValueError, match="'cuda'; there are kernels for cpu, reference, triton"):
         kernels_for("cuda")
+
+
+def test_without_triton_all_else_works_and_the_message_says_what_to_do():
+    program = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+from moecomm.kernels import kernels_for
+assert kernels_for("cpu")
+assert not [name for name in sys.modules if name.startswith("moecomm.kernels.triton")]
+kernels_for("triton")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.endswith("ImportError: the kernels 'triton' need Triton: pip install triton\n"), done.stderr
+
+
+def test_the_environment_names_the_kernels_of_communicators(monkeypatch):
+    assert chosen_kernels("cpu") is kernels_for("cpu")
+    assert chosen_eager_kernels("cpu") is eager_kernels_for("cpu")
+    monkeypatch.setenv("MOECOMM_KERNELS", "reference")
+    assert chosen_kernels("cpu") is kernels_for("reference")
+    assert chosen_eager_kernels("cpu") is eager_kernels_for("reference")
+    monkeypatch.setenv("MOECOMM_KERNELS", "abacus")
+    with pytest.raises(ValueError, match="MOECOMM_KERNELS is 'abacus'; there are kernels for cpu, reference, triton"):
+        chosen_kernels("cpu")

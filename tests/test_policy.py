@@ -138,6 +138,8 @@ def test_exports_are_listed_sorted_and_there(module):
         return
     in_order = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
     assert names == in_order, f"__all__ of {module} must be sorted, constants, classes, functions: {in_order}"
+    if module.startswith("moecomm.kernels.triton."):
+        pytest.importorskip("triton", reason="Triton is not installed")
     loaded = importlib.import_module(module)
     missing = [name for name in names if name not in vars(loaded)]
     assert not missing, f"__all__ of {module} names what is not there: {missing}"

@@ -34,7 +34,7 @@ from moecomm.errors import (
     TransportUnavailable,
 )
 from moecomm.groups import Group, TorchGroup
-from moecomm.kernels.registry import kernels_for
+from moecomm.kernels.registry import chosen_kernels
 from moecomm.placement import Placement
 
 __all__ = ["Collective"]
@@ -71,7 +71,7 @@ class Collective(Session):
         self.tokens_per_expert = torch.zeros(len(placement.local_experts(group.rank)), dtype=torch.int64)
         self._group = group
         self._placement = placement
-        self._kernels = kernels_for("cpu")
+        self._kernels = chosen_kernels("cpu")
         self._max_in_flight = max_in_flight
         self._memory_limits: list[int] = group.all_gather(memory_limit)
         self._outstanding: deque[Call] = deque()

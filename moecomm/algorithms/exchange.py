@@ -16,7 +16,7 @@ from moecomm.algorithms.sequencer import Sequencer
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 from moecomm.errors import MemoryLimitExceeded
-from moecomm.kernels.registry import kernels_for
+from moecomm.kernels.registry import chosen_kernels
 from moecomm.placement import Placement
 from moecomm.transports.base import Transport
 
@@ -52,7 +52,7 @@ class Exchange(Session):
             raise ValueError(f"transport: {transport.name} cannot address its peers' memory")
         self.transport = transport
         self.placement = placement
-        self.kernels = kernels_for("cpu")
+        self.kernels = chosen_kernels("cpu")
         self.rank = transport.rank
         num_counts = placement.num_experts + placement.num_ranks
         self.mailbox = Mailbox(transport, num_counts, num_slots=2 * max_in_flight)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from moecomm.codecs.base import Codec, RowFormat
-from moecomm.kernels.registry import kernels_for
+from moecomm.kernels.base import RowKernels
+from moecomm.kernels.registry import chosen_kernels
 
 __all__ = ["NoCodec"]
 
@@ -18,10 +19,10 @@ __all__ = ["NoCodec"]
 class PlainRows(RowFormat):
     """One plane: the row itself."""
 
-    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, dtype: torch.dtype, kernels: RowKernels | None = None) -> None:
         super().__init__(hidden, dtype, NoCodec.code)
         self.plane_bytes = (hidden * dtype.itemsize,)
-        self._kernels = kernels_for("cpu")
+        self._kernels = kernels or chosen_kernels("cpu")
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x,)
@@ -52,10 +53,13 @@ class NoCodec(Codec):
     code = 0
     error_bound = 0.0
 
+    def __init__(self) -> None:
+        self._kernels: Any = chosen_kernels("cpu")
+
     def row_format(self, hidden: int, dtype: torch.dtype) -> RowFormat:
-        return _plain_rows(hidden, dtype)
+        return _plain_rows(hidden, dtype, self._kernels)
 
 
 @lru_cache(maxsize=64)
-def _plain_rows(hidden: int, dtype: torch.dtype) -> PlainRows:
-    return PlainRows(hidden, dtype)
+def _plain_rows(hidden: int, dtype: torch.dtype, kernels: Any) -> PlainRows:
+    return PlainRows(hidden, dtype, kernels)

@@ -1,15 +1,21 @@
-"""Finds the kernels of a device by its name."""
+"""Finds kernels by name, and those that communicators use.
+
+MOECOMM_KERNELS in the environment names what communicators use instead of the kernels of the device, to run them whole
+on another implementation: `MOECOMM_KERNELS=triton TRITON_INTERPRET=1`. All give the same bits, so ranks may differ.
+"""
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import Any, cast
 
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
 
-__all__ = ["available_kernels", "eager_kernels_for", "kernels_for"]
+__all__ = ["available_kernels", "chosen_eager_kernels", "chosen_kernels", "eager_kernels_for", "kernels_for"]
 
+_VARIABLE = "MOECOMM_KERNELS"
 _KNOWN = {
     "cpu": ("moecomm.kernels.cpu", "CpuRowKernels"),
     "reference": ("moecomm.kernels.reference", "ReferenceRowKernels"),
@@ -47,6 +53,28 @@ def kernels_for(device_type: str) -> RowKernels:
 def eager_kernels_for(device_type: str) -> EagerKernels:
     """The low-latency kernels of a device; as `kernels_for`."""
     return cast(EagerKernels, _make(device_type, _KNOWN_EAGER))
+
+
+def chosen_kernels(device_type: str) -> RowKernels:
+    """The row kernels that communicators use for tensors on a device; read from the environment at each call.
+
+    Raises:
+        ValueError: MOECOMM_KERNELS names none.
+        ImportError: Triton is not installed.
+    """
+    return kernels_for(_chosen(device_type))
+
+
+def chosen_eager_kernels(device_type: str) -> EagerKernels:
+    """The low-latency kernels that communicators use; as `chosen_kernels`."""
+    return eager_kernels_for(_chosen(device_type))
+
+
+def _chosen(device_type: str) -> str:
+    name = os.environ.get(_VARIABLE, device_type)
+    if name not in _KNOWN:
+        raise ValueError(f"{_VARIABLE} is {name!r}; there are kernels for {', '.join(available_kernels())}")
+    return name
 
 
 def _make(device_type: str, known: dict[str, tuple[str, str]]) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecomm.kernels.base import weights_dtype
 from moecomm.kernels.triton.compile_case import CompileCase
-from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded
+from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded, widened
 from moecomm.kernels.triton.runtime import Addresses, alignment_of, launch, table_of
 from moecomm.kernels.triton.tiles import numbers_of, route_pointers, row_pointers, tile_of
 
@@ -62,7 +62,8 @@ def combine_rows_kernel(
         is_route = route >= 0
         place = route_pointers(route, addresses, row_bytes, DTYPE, ALIGNMENT)
         # The sum is never -0, so adding the 0 of an absent row leaves it as it is.
-        row = tl.load(place + c[None, :], mask=is_route[:, None] & is_column, other=0.0).to(WIDE)
+        row = tl.load(place + c[None, :], mask=is_route[:, None] & is_column, other=0.0)
+        row = widened(row, WIDE)
         if HAS_WEIGHTS:
             weight = tl.load(weights + t * num_slots + p, mask=is_route, other=0.0)
             total = total + weight[:, None] * row
@@ -104,13 +105,13 @@ def compile_cases() -> list[CompileCase]:
     """Every dtype, plain and weighted."""
     cases = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        for has_weights in (False, True):
+        for row_bytes, num_tokens, has_weights in ((14336, 4096, False), (14336, 8, True), (512, 4096, True)):
             wide = TRITON_DTYPES[weights_dtype(dtype)]
-            moves = numbers_of("a row", dtype, 4096, 16)
-            tile = tile_of(4096, moves)
+            moves = numbers_of("a row", dtype, row_bytes, 16)
+            tile = tile_of(num_tokens, moves)
             cases.append(
                 CompileCase(
-                    name=f"combine_rows {moves.dtype}{' weighted' if has_weights else ''}",
+                    name=f"combine_rows {moves.dtype}{' weighted' if has_weights else ''}, {tile.columns} columns",
                     kernel=combine_rows_kernel,
                     signature={
                         "out": "i64",

@@ -33,7 +33,7 @@ IDS = 128
 
 _EXPERTS = 64
 _BLOCKS = 32
-_ELEMENTS = 4096
+_ELEMENTS = 2048
 
 
 class Counted(NamedTuple):

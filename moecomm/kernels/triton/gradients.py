@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecomm.kernels.base import NUM_DOT_LANES, weights_dtype
 from moecomm.kernels.triton.compile_case import CompileCase
-from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded
+from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded, widened
 from moecomm.kernels.triton.runtime import alignment_of, launch, num_blocks
 from moecomm.kernels.triton.tiles import Moves, numbers_of, row_pointers
 
@@ -47,11 +47,11 @@ def scale_dot_kernel(
     y_row = row_pointers(tl.cast(y, tl.int64) + n * row_bytes, DTYPE, ALIGNMENT)
     scaled_row = row_pointers(tl.cast(scaled, tl.int64) + n * row_bytes, DTYPE, ALIGNMENT)
     total = tl.zeros((ROWS, LANES), dtype=weights.dtype.element_ty)
-    for first in tl.range(0, num_columns, LANES, loop_unroll_factor=4):
+    for first in tl.range(0, num_columns, LANES, loop_unroll_factor=2):
         c = (first + lane)[None, :]
         mask = is_row[:, None] & (c < num_columns)
-        gradient = tl.load(g_row + c, mask=mask, other=0.0).to(weights.dtype.element_ty)
-        row = tl.load(y_row + c, mask=mask, other=0.0).to(weights.dtype.element_ty)
+        gradient = widened(tl.load(g_row + c, mask=mask, other=0.0), weights.dtype.element_ty)
+        row = widened(tl.load(y_row + c, mask=mask, other=0.0), weights.dtype.element_ty)
         total = total + gradient * row
         tl.store(scaled_row + c, rounded(weight[:, None] * gradient, DTYPE), mask=mask)
     # Sums of two numbers each, so their order within is nobody's choice.

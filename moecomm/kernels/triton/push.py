@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecomm.kernels.base import weights_dtype
 from moecomm.kernels.triton.compile_case import CompileCase
-from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded
+from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded, widened
 from moecomm.kernels.triton.runtime import Addresses, alignment_of, launch, table_of
 from moecomm.kernels.triton.tiles import moves_of, numbers_of, route_pointers, row_pointers, tile_of
 
@@ -108,7 +108,8 @@ def push_weighted_rows_kernel(
         row_pointers(source, DTYPE, ALIGNMENT) + c[None, :],
         mask=is_token[:, None] & is_column,
         eviction_policy="evict_first",
-    ).to(weights.dtype.element_ty)
+    )
+    piece = widened(piece, weights.dtype.element_ty)
     for p in range(num_slots):
         route = tl.load(routes + t * num_slots + p, mask=is_token, other=-1)
         is_route = route >= 0
@@ -209,12 +210,20 @@ def compile_cases() -> list[CompileCase]:
         "COLUMNS": "constexpr",
     }
     cases = []
-    for alignment, has_sources in ((16, False), (16, True), (4, False), (1, False)):
-        moves = moves_of(2048 * alignment, alignment)
-        tile = tile_of(4096, moves)
+    for row_bytes, alignment, has_sources, num_tokens in (
+        (14336, 16, False, 4096),
+        (14336, 16, False, 8),
+        (14336, 16, True, 8),
+        (512, 16, False, 4096),
+        (14332, 4, False, 4096),
+        (14331, 1, False, 4096),
+        (4, 4, False, 4096),
+    ):
+        moves = moves_of(row_bytes, alignment)
+        tile = tile_of(num_tokens, moves)
         cases.append(
             CompileCase(
-                name=f"push_rows {alignment} bytes{' from addresses' if has_sources else ''}",
+                name=f"push_rows {alignment} bytes, {tile.columns} columns{', any source' if has_sources else ''}",
                 kernel=push_rows_kernel,
                 signature={**common, "sources": "*i64", "HAS_SOURCES": "constexpr"},
                 constexprs={

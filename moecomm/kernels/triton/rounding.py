@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["TRITON_DTYPES", "rounded"]
+__all__ = ["TRITON_DTYPES", "rounded", "widened"]
 
 TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.float64: tl.float64,
@@ -19,6 +19,16 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.int32: tl.int32,
 }
 """What Triton calls the dtypes of rows, values and ids."""
+
+
+@triton.jit
+def widened(number: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+    """Rows' numbers in fp32 or fp64."""
+    if number.dtype == tl.bfloat16:
+        # By hand: the interpreter gets numbers wrong that are too small to be normal.
+        return (number.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return number.to(WIDE)
 
 
 @triton.jit

@@ -13,8 +13,9 @@ from moecomm.kernels.triton.runtime import num_blocks
 
 __all__ = ["Moves", "Tile", "moves_of", "numbers_of", "route_pointers", "row_pointers", "tile_of"]
 
-_TILE_BYTES = 8192  # four times 16 for each of 128 threads
-_MOST_COLUMNS = 4096  # a thread keeps its sums in registers
+_MANY_TOKENS = 512
+_MOST_COLUMNS = 4096  # a thread of 128 keeps its part in registers
+_MOST_TOKENS = 512  # and so it does with the addresses of its rows
 _INTEGERS: dict[int, Any] = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -64,10 +65,15 @@ class Tile(NamedTuple):
 
 
 def tile_of(num_tokens: int, moves: Moves) -> Tile:
-    """Whole rows where they are short, pieces of one row where they are long."""
-    elements = min(_MOST_COLUMNS, _TILE_BYTES * moves.per_unit // moves.alignment)
+    """Whole rows where they are short, pieces of one row where they are long.
+
+    For many tokens a thread moves 8 times 16 bytes, or 4 times if it computes with them; for few tokens 2 times, so
+    that there are programs for all processors.
+    """
+    tile_bytes = 4096 if num_tokens < _MANY_TOKENS else 16384 if moves.dtype.is_int() else 8192
+    elements = min(_MOST_COLUMNS, tile_bytes * moves.per_unit // moves.alignment)
     columns = min(elements, triton.next_power_of_2(max(1, moves.num_columns)))
-    tokens = min(elements // columns, triton.next_power_of_2(max(1, num_tokens)))
+    tokens = min(elements // columns, _MOST_TOKENS, triton.next_power_of_2(max(1, num_tokens)))
     return Tile(tokens, columns, num_blocks(num_tokens, tokens) * num_blocks(moves.num_columns, columns))
 
 
