@@ -8,6 +8,7 @@ from interpreter_chaos import Chaos, Stuck
 from window_ranks import (
     BEFORE_COPY,
     BY_NEXT_KERNEL,
+    BY_ONLY_PROGRAM,
     NUM_SLOTS,
     SIGNAL_MISTAKES,
     WAIT_MISTAKES,
@@ -18,7 +19,7 @@ from window_ranks import (
 )
 
 from moecomm.errors import PeerTimeout
-from moecomm.kernels.triton import signals
+from moecomm.kernels.triton import lanes, signals
 
 SEEDS = range(6)
 MISTAKE_SEEDS = range(4)
@@ -57,6 +58,7 @@ def expected_rows(form):
     [
         Form(1, 1, 4),
         Form(2, 1, 5),
+        Form(2, 1, 5, num_programs=1, signals=BY_ONLY_PROGRAM),
         Form(2, 2, 7, signals=BY_NEXT_KERNEL),
         Form(2, 1, 5, waits=BEFORE_COPY, from_memory=True),
         Form(3, 1, 4, num_programs=2, signals=BY_NEXT_KERNEL, waits=BEFORE_COPY),
@@ -97,6 +99,28 @@ def test_the_interpreter_by_itself_does_not_see_these_mistakes(mistake):
     form = Form(1, 1, 3, **wrong)
     memory = Memory(form)
     assert [memory.rank(form, 0).run()] == expected_rows(form)
+
+
+@triton.jit
+def sum_in_last_program(out, parts, arrivals, PARTS: tl.constexpr):
+    tl.store(parts + tl.program_id(0), tl.program_id(0) + 1)
+    if lanes.is_last_program(arrivals):
+        tl.store(out, tl.sum(tl.load(parts + tl.arange(0, PARTS))))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_last_program_sees_what_the_others_have_stored_launch_after_launch(seed):
+    out, parts, arrivals = (torch.zeros(size, dtype=torch.int32) for size in (1, 4, 1))
+    chaos = Chaos(seed, shared=[parts])
+
+    def body():
+        for _ in range(3):
+            chaos.write(parts, 1000)
+            out.zero_()
+            sum_in_last_program[(4,)](out, parts, arrivals, PARTS=4)
+            assert (out.item(), arrivals.item()) == (10, 0)
+
+    chaos.run(body)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
