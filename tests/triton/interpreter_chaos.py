@@ -88,7 +88,7 @@ class Chaos:
         max_steps: accesses to memory by all ranks together, before `Stuck` is raised.
     """
 
-    def __init__(self, seed, shared=(), max_steps=400_000):
+    def __init__(self, seed, shared=(), max_steps=60_000):
         self._random = random.Random(seed)
         self._shared = [(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize) for tensor in shared]
         self._steps_left = max_steps

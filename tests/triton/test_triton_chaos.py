@@ -8,6 +8,7 @@ from interpreter_chaos import Chaos, Stuck
 from window_ranks import (
     BEFORE_COPY,
     BY_NEXT_KERNEL,
+    BY_ONLY_PROGRAM,
     NUM_SLOTS,
     SIGNAL_MISTAKES,
     WAIT_MISTAKES,
@@ -18,7 +19,7 @@ from window_ranks import (
 )
 
 from moecomm.errors import PeerTimeout
-from moecomm.kernels.triton import signals
+from moecomm.kernels.triton import lanes, signals
 
 SEEDS = range(6)
 MISTAKE_SEEDS = range(4)
@@ -57,6 +58,7 @@ def expected_rows(form):
     [
         Form(1, 1, 4),
         Form(2, 1, 5),
+        Form(2, 1, 5, num_programs=1, signals=BY_ONLY_PROGRAM),
         Form(2, 2, 7, signals=BY_NEXT_KERNEL),
         Form(2, 1, 5, waits=BEFORE_COPY, from_memory=True),
         Form(3, 1, 4, num_programs=2, signals=BY_NEXT_KERNEL, waits=BEFORE_COPY),
@@ -99,6 +101,28 @@ def test_the_interpreter_by_itself_does_not_see_these_mistakes(mistake):
     assert [memory.rank(form, 0).run()] == expected_rows(form)
 
 
+@triton.jit
+def sum_in_last_program(out, parts, arrivals, PARTS: tl.constexpr):
+    tl.store(parts + tl.program_id(0), tl.program_id(0) + 1)
+    if lanes.is_last_program(arrivals):
+        tl.store(out, tl.sum(tl.load(parts + tl.arange(0, PARTS))))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_last_program_sees_what_the_others_have_stored_launch_after_launch(seed):
+    out, parts, arrivals = (torch.zeros(size, dtype=torch.int32) for size in (1, 4, 1))
+    chaos = Chaos(seed, shared=[parts])
+
+    def body():
+        for _ in range(3):
+            chaos.write(parts, 1000)
+            out.zero_()
+            sum_in_last_program[(4,)](out, parts, arrivals, PARTS=4)
+            assert (out.item(), arrivals.item()) == (10, 0)
+
+    chaos.run(body)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_peer_that_does_not_come_is_reported_once_by_all_programs_that_wait(seed):
     form = Form(3, 1, 1)
@@ -125,6 +149,76 @@ def test_a_peer_that_does_not_come_is_reported_once_by_all_programs_that_wait(se
 
 
 # -- what chaos itself does --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def write_then_flag(data, flag, RELEASE: tl.constexpr, SCOPE: tl.constexpr, FENCED: tl.constexpr):
+    tl.store(data, 1)
+    if FENCED:
+        tl.debug_barrier()
+    tl.atomic_add(flag, 1, sem=RELEASE, scope=SCOPE)
+
+
+@triton.jit
+def flag_then_read(out, data, flag, ACQUIRE: tl.constexpr, SCOPE: tl.constexpr, FENCED: tl.constexpr):
+    tl.store(out, tl.atomic_add(flag, 0, sem=ACQUIRE, scope=SCOPE))
+    if FENCED:
+        tl.debug_barrier()
+    tl.store(out + 1, tl.load(data))
+
+
+@triton.jit
+def write_or_read(out, data, flag, RELEASE: tl.constexpr, ACQUIRE: tl.constexpr, SCOPE: tl.constexpr):
+    if tl.program_id(0) == 0:
+        write_then_flag(data, flag, RELEASE, SCOPE, True)
+    else:
+        flag_then_read(out, data, flag, ACQUIRE, SCOPE, True)
+
+
+def outcomes(run):
+    """What (flag, data) a reader has seen with one of many seeds."""
+    seen = set()
+    for seed in range(40):
+        data, flag, out = (torch.zeros(size, dtype=torch.int32) for size in (1, 1, 2))
+        run(Chaos(seed, shared=[data, flag]), out, data, flag)
+        seen.add(tuple(out.tolist()))
+    return seen
+
+
+FLAG_WITHOUT_DATA = (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("release", "acquire", "scope", "fenced", "is_ordered"),
+    [
+        ("release", "acquire", "sys", (True, True), True),
+        ("acq_rel", "acq_rel", "sys", (True, True), True),
+        ("relaxed", "acquire", "sys", (True, True), False),
+        ("release", "relaxed", "sys", (True, True), False),
+        ("acquire", "release", "sys", (True, True), False),
+        ("release", "acquire", "gpu", (True, True), False),
+        ("release", "acquire", "sys", (False, True), False),
+        ("release", "acquire", "sys", (True, False), False),
+    ],
+)
+def test_between_ranks_data_come_with_the_flag_only_if_all_is_right(release, acquire, scope, fenced, is_ordered):
+    def run(chaos, out, data, flag):
+        chaos.run(
+            lambda: write_then_flag[(1,)](data, flag, release, scope, fenced[0]),
+            lambda: flag_then_read[(1,)](out, data, flag, acquire, scope, fenced[1]),
+        )
+
+    seen = outcomes(run)
+    assert {(0, 0), (1, 1)} <= seen
+    assert (FLAG_WITHOUT_DATA not in seen) == is_ordered
+
+
+@pytest.mark.parametrize(("release", "acquire"), [("release", "acquire"), ("relaxed", "acquire")])
+def test_between_programs_of_one_grid_device_scope_is_enough(release, acquire):
+    def run(chaos, out, data, flag):
+        chaos.run(lambda: write_or_read[(2,)](out, data, flag, release, acquire, "gpu"))
+
+    assert (FLAG_WITHOUT_DATA not in outcomes(run)) == (release == "release")
 
 
 @triton.jit

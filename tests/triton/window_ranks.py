@@ -33,7 +33,7 @@ _ROW = tl.constexpr(ROW_BYTES)
 _MESSAGE = tl.constexpr(MESSAGE_BYTES)
 _SLOT = tl.constexpr(SLOT)
 
-BY_LAST_PROGRAM, BY_NEXT_KERNEL = "by the last program", "by the next kernel"
+BY_LAST_PROGRAM, BY_ONLY_PROGRAM, BY_NEXT_KERNEL = "by the last program", "by the only program", "by the next kernel"
 SIGNAL_MISTAKES = ("before data", "no barrier", "relaxed", "device scope", "relaxed arrival")
 BY_ITSELF, BEFORE_COPY = "by itself", "before the copy"
 WAIT_MISTAKES = ("no barrier", "relaxed", "device scope")
@@ -106,6 +106,8 @@ def push_rows(rows, places, num_rows, messages, arrivals, boards, num_ranks, lan
         tl.store(start[:, None] + columns[None, :], row[None, :].broadcast_to(R, _BLOCK), mask=is_sent)
     if HOW == "by the last program":
         lanes.release_from_last_program(arrivals, boards, num_ranks, lane, 1, R)
+    elif HOW == "by the only program":
+        lanes.release_lane(boards, num_ranks, lane, 1, R)
     elif HOW != "by the next kernel" and HOW != "before data":
         release_wrongly(arrivals, boards, num_ranks, lane, HOW, R)
 
@@ -143,7 +145,7 @@ class Form:
 
     Attributes:
         num_programs: of a push.
-        signals: how a push ends: BY_LAST_PROGRAM, BY_NEXT_KERNEL or one of SIGNAL_MISTAKES.
+        signals: how a push ends: one of BY_... or of SIGNAL_MISTAKES.
         waits: how a copy begins: BY_ITSELF, BEFORE_COPY or one of WAIT_MISTAKES.
         from_memory: a wait before the copy reads its value from memory.
         too_few: calls fewer than needed are waited for; 0 is right.
