@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from moecomm.kernels.triton.descriptors import describable, descriptors_of
 from moecomm.kernels.triton.grouped_gemm_rows import multiply_rows_kernel
 from moecomm.kernels.triton.grouped_gemm_weights import weight_gradient_kernel
 from moecomm.kernels.triton.runtime import check_device, launch
@@ -185,6 +186,7 @@ def multiply_rows(
             raise ValueError(f"{name} must have contiguous columns, got strides {list(written.stride())}")
     x = _with_contiguous_columns(x)
     compute = compute_dtype(x, weight)
+    contiguous_dim = "none" if row_idx is not None else describable(x, weight)
     made: list[Tensor] = []
 
     def run(shape: TileShape) -> None:
@@ -200,8 +202,7 @@ def multiply_rows(
             multiply_rows_kernel,
             num_programs(shape, tiles, out.device),
             out.device,
-            x,
-            weight,
+            *(descriptors_of(x, weight, shape) if shape.uses_descriptors else (x, weight)),
             out,
             hidden,
             activation,
@@ -228,6 +229,7 @@ def multiply_rows(
             COMPUTE=_TYPES[compute],
             CLEARS_PADDING=clears_padding,
             CLEARS_TAIL=clears_tail and segments.offsets is not None,
+            DESCRIPTORS=contiguous_dim if shape.uses_descriptors else "none",
             EVEN_INNER=num_inner % shape.inner == 0,
             SPLITS_COLUMNS=shape.splits_columns,
             BLOCK_EXPERTS=segments.block_experts,
@@ -247,6 +249,7 @@ def multiply_rows(
         rows_per_expert=segments.rows_per_expert,
         sizes=(num_experts, num_inner, num_columns, *(int(option is not None) for option in options)),
         device=out.device,
+        allows_descriptors=contiguous_dim != "none",
         launch=run,
     )
     run(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import triton.language as tl
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.grouped_gemm_rows import multiply_rows_kernel
 from moecomm.kernels.triton.grouped_gemm_weights import weight_gradient_kernel
-from moecomm.kernels.triton.tile_shapes import TileShape, default_shape
+from moecomm.kernels.triton.tile_shapes import TileShape, candidate_shapes, default_shape
 
 __all__ = ["compile_cases"]
 
@@ -58,6 +59,22 @@ def compile_cases() -> list[CompileCase]:
     )
     cases += _weights("grouped_gemm weight gradient gathered", "bf16", also=("row_idx_ptr",))
     cases += _rows("grouped_gemm slab", "bf16", "plain", _DECODE, is_slab=True)
+    cases += _rows("grouped_gemm descriptors", "bf16", "plain", _TRAINING, is_described=True)
+    cases += _rows(
+        "grouped_gemm descriptors data gradient", "bf16", "plain", _TRAINING, of_columns=True, is_described=True
+    )
+    cases += _rows(
+        "grouped_gemm descriptors swiglu", "bf16", "swiglu", _TRAINING, also=("hidden_ptr",), is_described=True
+    )
+    cases += _rows(
+        "grouped_gemm descriptors swiglu backward",
+        "bf16",
+        "swiglu_backward",
+        _TRAINING,
+        of_columns=True,
+        also=("hidden_ptr", "activation_ptr"),
+        is_described=True,
+    )
     return cases
 
 
@@ -69,10 +86,12 @@ def _rows(
     *,
     of_columns: bool = False,
     is_slab: bool = False,
+    is_described: bool = False,
     also: tuple[str, ...] = (),
 ) -> list[CompileCase]:
     """Arguments:
     of_columns: columns of the weight are contiguous, otherwise its inner dim.
+    is_described: operands come by tensor descriptors.
     also: optional pointers that are given.
     """
     given = ("x_ptr", "weight_ptr", "out_ptr", "counts_ptr" if is_slab else "offsets_ptr", *also)
@@ -84,6 +103,9 @@ def _rows(
             "COMPUTE": _TYPES[dtype][1],
             "CLEARS_PADDING": epilogue == "plain",
             "CLEARS_TAIL": epilogue == "plain" and not is_slab,
+            "DESCRIPTORS": contiguous.removeprefix("stride_weight_").replace("column", "columns")
+            if is_described
+            else "none",
             "EVEN_INNER": True,
             "SPLITS_COLUMNS": shape.splits_columns,
             "BLOCK_EXPERTS": _BLOCK_EXPERTS,
@@ -94,8 +116,15 @@ def _rows(
             contiguous: 1,
         }
 
+    shapes = _default_shapes(epilogue, dtype, rows_per_expert)
+    if is_described:
+        candidates = candidate_shapes(epilogue, _TYPES[dtype][0].itemsize, rows_per_expert, 90, allows_descriptors=True)
+        shapes = {90: candidates[-1]}
     sizes = ("num_inner", "num_columns")
-    return _cases(name, multiply_rows_kernel, dtype, epilogue, rows_per_expert, given, sizes, constexprs)
+    cases = _cases(name, multiply_rows_kernel, dtype, shapes, given, sizes, constexprs)
+    if not is_described:
+        return cases
+    return [_described(case, dtype, of_columns) for case in cases]
 
 
 def _weights(name: str, dtype: str, *, also: tuple[str, ...] = ()) -> list[CompileCase]:
@@ -111,23 +140,30 @@ def _weights(name: str, dtype: str, *, also: tuple[str, ...] = ()) -> list[Compi
         }
 
     sizes = ("num_left", "num_right")
-    return _cases(name, weight_gradient_kernel, dtype, "weights", _TRAINING, given, sizes, constexprs)
+    shapes = _default_shapes("weights", dtype, _TRAINING)
+    return _cases(name, weight_gradient_kernel, dtype, shapes, given, sizes, constexprs)
+
+
+def _default_shapes(kind: str, dtype: str, rows_per_expert: int) -> dict[int, TileShape]:
+    """By capability."""
+    return {
+        capability: default_shape(kind, _TYPES[dtype][0].itemsize, rows_per_expert, capability)
+        for capability in (80, 90, 100)
+    }
 
 
 def _cases(
     name: str,
     kernel: Any,
     dtype: str,
-    kind: str,
-    rows_per_expert: int,
+    shapes: dict[int, TileShape],
     given: tuple[str, ...],
     sizes: tuple[str, ...],
     constexprs: Any,
 ) -> list[CompileCase]:
     """One case for each shape that some capability takes, from the lowest that takes it on."""
     cases: dict[TileShape, CompileCase] = {}
-    for capability in (80, 90, 100):
-        shape = default_shape(kind, _TYPES[dtype][0].itemsize, rows_per_expert, capability)
+    for capability, shape in shapes.items():
         if shape in cases:
             continue
         values = constexprs(shape)
@@ -154,6 +190,18 @@ def _cases(
             min_capability=capability,
         )
     return list(cases.values())
+
+
+def _described(case: CompileCase, dtype: str, of_columns: bool) -> CompileCase:
+    """The case with descriptors in place of the operands' pointers."""
+    rows, columns, inner = (case.constexprs[f"BLOCK_{name}"] for name in ("ROWS", "COLUMNS", "INNER"))
+    weight = (inner, columns) if of_columns else (columns, inner)
+    described = {
+        "x_ptr": f"tensordesc<{dtype}[{rows}, {inner}]>",
+        "weight_ptr": f"tensordesc<{dtype}[{weight[0]}, {weight[1]}]>",
+    }
+    attrs = {argument: divisor for argument, divisor in (case.attrs or {}).items() if argument not in described}
+    return dataclasses.replace(case, signature={**case.signature, **described}, attrs=attrs)
 
 
 def _type_of(argument: str, dtype: str) -> str:
