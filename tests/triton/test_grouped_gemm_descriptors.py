@@ -7,20 +7,25 @@ import torch
 from experts_oracle import LOADS, error, expert_major, poisoned, slab, swiglu
 
 from moecomm.kernels.triton import descriptors, grouped_gemm, tile_shapes
-from moecomm.kernels.triton.descriptors import describable
+from moecomm.kernels.triton.descriptors import describable, describable_rows
 from moecomm.kernels.triton.grouped_swiglu import grouped_swiglu
 
 
 @pytest.fixture
 def described(monkeypatch):
-    """Turns descriptors on; a list of the shapes of weights that were described."""
+    """Turns descriptors on; a list of the shapes of weights for which they were used."""
     weights = []
 
     def spy(x, weight, shape):
         weights.append(tuple(weight.shape))
         return descriptors.descriptors_of(x, weight, shape)
 
+    def spy_on_rows(left, right, shape):
+        weights.append((left.shape[1], right.shape[1]))
+        return descriptors.descriptors_of_rows(left, right, shape)
+
     monkeypatch.setattr(grouped_gemm, "descriptors_of", spy)
+    monkeypatch.setattr(grouped_gemm, "descriptors_of_rows", spy_on_rows)
     shape = dataclasses.replace(tile_shapes._INTERPRETED, uses_descriptors=True)
     monkeypatch.setattr(tile_shapes, "_INTERPRETED", shape)
     return weights
@@ -70,7 +75,22 @@ def test_experts(described):
     want.square().sum().backward()
     for have, double in zip(tensors, doubles, strict=True):
         assert error(have.grad, double.grad) < 8e-3
-    assert len(described) == 4, "two products forward, two for rows backward"
+    assert len(described) == 6, "two products forward, four backward"
+
+
+@pytest.mark.parametrize("load", [load for load in LOADS if load not in ("no rows", "no expert")])
+def test_weight_gradients(described, load):
+    torch.manual_seed(0)
+    counts, tail = LOADS[load]
+    for case in (expert_major(counts, tail), slab(counts)):
+        left, right = torch.randn(case.num_rows, 40).half(), torch.randn(case.num_rows, 72).half()
+        left[~case.is_real], right[~case.is_real] = float("nan"), float("nan")
+        out = poisoned(len(counts), 40, 72)
+        described.clear()
+        grouped_gemm.grouped_gemm_weight_gradient(left, right, case.segments, out=out)
+        for expert, rows in enumerate(case.rows):
+            assert error(out[expert], left[rows].double().t() @ right[rows].double()) < 1e-5
+        assert described == [(40, 72)]
 
 
 def test_gathered_rows_are_loaded_by_pointers(described):
@@ -96,6 +116,11 @@ def test_what_can_be_described():
     assert describable(torch.zeros(9, 70).half()[:, :64], weight.transpose(1, 2)) == "none"
     assert describable(x, torch.zeros(3, 41, 64).half()[:, :40].transpose(1, 2)) == "none"
     assert describable(x, torch.zeros(3, 64, 36).half()) == "none"
+    assert describable_rows(x, room[:, :64])
+    assert not describable_rows(x, room[:, 1:65])
+    assert not describable_rows(x, torch.zeros(9, 70).half()[:, :64])
+    assert not describable_rows(x, room.float())
+    assert not describable_rows(x[:0], x[:0])
     # A block would reach into the next expert.
     assert describable(x[:, :40], torch.zeros(3, 40, 64).half()) == "none"
 
@@ -109,7 +134,7 @@ def test_every_candidate_fits_its_device(capability, kind, itemsize):
         assert len(set(shapes)) == len(shapes) >= 3
         assert not shapes[0].uses_descriptors, "what is taken unmeasured works everywhere"
         assert any(shape.uses_descriptors for shape in shapes) == (
-            capability >= 90 and itemsize == 2 and kind != "weights" and rows_per_expert > 64
+            capability >= 90 and itemsize == 2 and rows_per_expert > 64
         )
         for shape in shapes:
             assert shape.shared_bytes(kind, itemsize) <= (227 if capability >= 90 else 163) * 1024

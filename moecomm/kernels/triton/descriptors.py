@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moecomm.kernels.triton.tile_shapes import TileShape
 
-__all__ = ["describable", "descriptors_of"]
+__all__ = ["describable", "describable_rows", "descriptors_of", "descriptors_of_rows"]
 
 _ALIGNMENT = 16  # bytes
 _INNER = 64  # elements of the inner dim that every shape with descriptors divides
@@ -50,6 +50,22 @@ def descriptors_of(x: Tensor, weight: Tensor, shape: TileShape) -> tuple[Any, An
     else:
         sizes, stride, block = [num_experts * num_inner, num_columns], weight.stride(1), [shape.inner, shape.columns]
     return rows, TensorDescriptor(weight, sizes, [stride, 1], block)
+
+
+def describable_rows(left: Tensor, right: Tensor) -> bool:
+    """Whether both operands of a weight gradient, `[N, M]` and `[N, K]`, can be described."""
+    if left.dtype != right.dtype or left.element_size() != 2 or not left.numel() or not right.numel():
+        return False
+    return all(_is_aligned(rows, rows.stride(0)) and rows.stride(1) == 1 for rows in (left, right))
+
+
+def descriptors_of_rows(left: Tensor, right: Tensor, shape: TileShape) -> tuple[Any, Any]:
+    """Descriptors of describable rows, see `weight_gradient_kernel`."""
+    first, second = (
+        TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [shape.inner, width])
+        for rows, width in ((left, shape.rows), (right, shape.columns))
+    )
+    return first, second
 
 
 def _is_aligned(tensor: Tensor, stride: int) -> bool:

@@ -10,7 +10,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moecomm.kernels.triton.descriptors import describable, descriptors_of
+from moecomm.kernels.triton.descriptors import (
+    describable,
+    describable_rows,
+    descriptors_of,
+    descriptors_of_rows,
+)
 from moecomm.kernels.triton.grouped_gemm_rows import multiply_rows_kernel
 from moecomm.kernels.triton.grouped_gemm_weights import weight_gradient_kernel
 from moecomm.kernels.triton.runtime import check_device, launch
@@ -100,6 +105,7 @@ def grouped_gemm_weight_gradient(
             left,
             right,
             out,
+            *(descriptors_of_rows(left, right, shape) if shape.uses_descriptors else (None, None)),
             row_idx,
             segments.offsets,
             segments.num_tokens_per_expert,
@@ -114,6 +120,7 @@ def grouped_gemm_weight_gradient(
             out.stride(0),
             out.stride(1),
             COMPUTE=_TYPES[compute],
+            REST_STAGES=1 if shape.uses_descriptors else shape.num_stages,
             BLOCK_LEFT=shape.rows,
             BLOCK_RIGHT=shape.columns,
             BLOCK_ROWS=shape.inner,
@@ -130,6 +137,7 @@ def grouped_gemm_weight_gradient(
             rows_per_expert=segments.rows_per_expert,
             sizes=(segments.num_experts, num_left, num_right, int(row_idx is not None)),
             device=out.device,
+            allows_descriptors=row_idx is None and left.dtype == compute and describable_rows(left, right),
             launch=run,
         )
     )

@@ -75,6 +75,7 @@ def compile_cases() -> list[CompileCase]:
         also=("hidden_ptr", "activation_ptr"),
         is_described=True,
     )
+    cases += _weights("grouped_gemm descriptors weight gradient", "bf16", is_described=True)
     return cases
 
 
@@ -116,23 +117,23 @@ def _rows(
             contiguous: 1,
         }
 
-    shapes = _default_shapes(epilogue, dtype, rows_per_expert)
-    if is_described:
-        candidates = candidate_shapes(epilogue, _TYPES[dtype][0].itemsize, rows_per_expert, 90, allows_descriptors=True)
-        shapes = {90: candidates[-1]}
+    shapes = _shapes(epilogue, dtype, rows_per_expert, is_described)
     sizes = ("num_inner", "num_columns")
     cases = _cases(name, multiply_rows_kernel, dtype, shapes, given, sizes, constexprs)
     if not is_described:
         return cases
-    return [_described(case, dtype, of_columns) for case in cases]
+    weight = ("INNER", "COLUMNS") if of_columns else ("COLUMNS", "INNER")
+    return [_described(case, dtype, {"x_ptr": ("ROWS", "INNER"), "weight_ptr": weight}) for case in cases]
 
 
-def _weights(name: str, dtype: str, *, also: tuple[str, ...] = ()) -> list[CompileCase]:
-    given = ("left_ptr", "right_ptr", "out_ptr", "offsets_ptr", *also)
+def _weights(name: str, dtype: str, *, is_described: bool = False, also: tuple[str, ...] = ()) -> list[CompileCase]:
+    blocks = ("left_blocks", "right_blocks") if is_described else ()
+    given = ("left_ptr", "right_ptr", "out_ptr", "offsets_ptr", *blocks, *also)
 
     def constexprs(shape: TileShape) -> dict[str, Any]:
         return {
             "COMPUTE": _TYPES[dtype][1],
+            "REST_STAGES": 1 if is_described else shape.num_stages,
             "BLOCK_LEFT": shape.rows,
             "BLOCK_RIGHT": shape.columns,
             "BLOCK_ROWS": shape.inner,
@@ -140,16 +141,20 @@ def _weights(name: str, dtype: str, *, also: tuple[str, ...] = ()) -> list[Compi
         }
 
     sizes = ("num_left", "num_right")
-    shapes = _default_shapes("weights", dtype, _TRAINING)
-    return _cases(name, weight_gradient_kernel, dtype, shapes, given, sizes, constexprs)
+    shapes = _shapes("weights", dtype, _TRAINING, is_described)
+    cases = _cases(name, weight_gradient_kernel, dtype, shapes, given, sizes, constexprs)
+    if not is_described:
+        return cases
+    described = {"left_blocks": ("ROWS", "LEFT"), "right_blocks": ("ROWS", "RIGHT")}
+    return [_described(case, dtype, described) for case in cases]
 
 
-def _default_shapes(kind: str, dtype: str, rows_per_expert: int) -> dict[int, TileShape]:
+def _shapes(kind: str, dtype: str, rows_per_expert: int, is_described: bool) -> dict[int, TileShape]:
     """By capability."""
-    return {
-        capability: default_shape(kind, _TYPES[dtype][0].itemsize, rows_per_expert, capability)
-        for capability in (80, 90, 100)
-    }
+    itemsize = _TYPES[dtype][0].itemsize
+    if is_described:
+        return {90: candidate_shapes(kind, itemsize, rows_per_expert, 90, allows_descriptors=True)[-1]}
+    return {capability: default_shape(kind, itemsize, rows_per_expert, capability) for capability in (80, 90, 100)}
 
 
 def _cases(
@@ -171,7 +176,7 @@ def _cases(
         for argument in kernel.arg_names:
             if argument in values:
                 signature[argument] = "constexpr"
-            elif argument.endswith("_ptr") and argument not in given:
+            elif argument.endswith(("_ptr", "_blocks")) and argument not in given:
                 signature[argument], values[argument] = "constexpr", None
             else:
                 signature[argument] = _type_of(argument, dtype)
@@ -192,16 +197,14 @@ def _cases(
     return list(cases.values())
 
 
-def _described(case: CompileCase, dtype: str, of_columns: bool) -> CompileCase:
-    """The case with descriptors in place of the operands' pointers."""
-    rows, columns, inner = (case.constexprs[f"BLOCK_{name}"] for name in ("ROWS", "COLUMNS", "INNER"))
-    weight = (inner, columns) if of_columns else (columns, inner)
-    described = {
-        "x_ptr": f"tensordesc<{dtype}[{rows}, {inner}]>",
-        "weight_ptr": f"tensordesc<{dtype}[{weight[0]}, {weight[1]}]>",
-    }
-    attrs = {argument: divisor for argument, divisor in (case.attrs or {}).items() if argument not in described}
-    return dataclasses.replace(case, signature={**case.signature, **described}, attrs=attrs)
+def _described(case: CompileCase, dtype: str, blocks: dict[str, tuple[str, str]]) -> CompileCase:
+    """The case with descriptors for some arguments; `blocks` names the sizes of their blocks."""
+    types = {}
+    for argument, names in blocks.items():
+        rows, columns = (case.constexprs[f"BLOCK_{name}"] for name in names)
+        types[argument] = f"tensordesc<{dtype}[{rows}, {columns}]>"
+    attrs = {argument: divisor for argument, divisor in (case.attrs or {}).items() if argument not in types}
+    return dataclasses.replace(case, signature={**case.signature, **types}, attrs=attrs)
 
 
 def _type_of(argument: str, dtype: str) -> str:

@@ -66,6 +66,8 @@ class TileShape:
         return self.num_stages * self.inner * (self.rows + factor * self.columns) * itemsize
 
 
+# Shared memory of a block, by capability; others have less.
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 _INTERPRETED = TileShape(32, 32, 32, 1, 1)
 
 
@@ -105,12 +107,12 @@ def candidate_shapes(
             shapes.insert(0, shapes.pop(1))
         if kind == "plain":
             shapes.insert(0 if capability >= 90 and rows_per_expert >= 128 else 1, TileShape(128, 256, 64, 8, 3))
-    if allows_descriptors and capability >= 90 and itemsize == 2 and rows_per_expert > 64 and kind != "weights":
+    if allows_descriptors and capability >= 90 and itemsize == 2 and rows_per_expert > 64:
         described = [(128, 128, 3), (128, 128, 4), (128, 64, 4)]
-        if kind == "plain":
+        if kind in ("plain", "weights"):
             described += [(128, 256, 3), (128, 256, 4)]
         shapes += [TileShape(rows, columns, 64, 8, stages, 1, 8, True) for rows, columns, stages in described]
-    limit = (227 if capability >= 90 else 163 if capability == 80 else 99) * 1024
+    limit = _SHARED_KIB.get(capability, 99) * 1024
     # Fewer stages fit anywhere; one shape is always left.
     fitting = [shape for shape in shapes if shape.shared_bytes(kind, itemsize) <= limit]
     return list(dict.fromkeys(fitting)) or [dataclasses.replace(shapes[0], num_stages=1)]
