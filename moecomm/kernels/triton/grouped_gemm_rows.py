@@ -94,7 +94,7 @@ def finish_tile(
     return partial
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_experts", "num_rows", "num_source_rows", "capacity"])
 def multiply_rows_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,

@@ -15,7 +15,7 @@ from moecomm.kernels.triton.segments import locate, segment_bounds
 __all__ = ["weight_gradient_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_experts", "num_rows", "num_source_rows", "capacity"])
 def weight_gradient_kernel(
     left_ptr: tl.tensor,
     right_ptr: tl.tensor,

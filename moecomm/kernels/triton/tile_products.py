@@ -50,7 +50,7 @@ def product_by_pointers(
         + inner[:, None].to(tl.int64) * stride_weight_inner
         + columns[None, :].to(tl.int64) * stride_weight_column
     )
-    to_second = num_columns.to(tl.int64) * stride_weight_column
+    to_second = tl.cast(num_columns, tl.int64) * stride_weight_column
     step = tl.full((), BLOCK_INNER, tl.int64) * stride_weight_inner
     product = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
     second = product
