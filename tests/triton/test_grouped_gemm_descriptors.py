@@ -116,6 +116,7 @@ def test_what_can_be_described():
     assert describable(torch.zeros(9, 70).half()[:, :64], weight.transpose(1, 2)) == "none"
     assert describable(x, torch.zeros(3, 41, 64).half()[:, :40].transpose(1, 2)) == "none"
     assert describable(x, torch.zeros(3, 64, 36).half()) == "none"
+    assert describable(x, torch.zeros(3, 72, 40).half()[:, :64]) == "none"
     assert describable_rows(x, room[:, :64])
     assert not describable_rows(x, room[:, 1:65])
     assert not describable_rows(x, torch.zeros(9, 70).half()[:, :64])
