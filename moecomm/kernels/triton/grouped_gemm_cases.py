@@ -90,10 +90,12 @@ def _rows(
     is_described: bool = False,
     also: tuple[str, ...] = (),
 ) -> list[CompileCase]:
-    """Arguments:
-    of_columns: columns of the weight are contiguous, otherwise its inner dim.
-    is_described: operands come by tensor descriptors.
-    also: optional pointers that are given.
+    """The forms of `multiply_rows_kernel`.
+
+    Arguments:
+        of_columns: columns of the weight are contiguous, otherwise its inner dim.
+        is_described: operands come by tensor descriptors.
+        also: optional pointers that are given.
     """
     given = ("x_ptr", "weight_ptr", "out_ptr", "counts_ptr" if is_slab else "offsets_ptr", *also)
     contiguous = "stride_weight_column" if of_columns else "stride_weight_inner"

@@ -45,9 +45,7 @@ def check_device(name: str, tensor: Tensor) -> torch.device:
         ValueError: on the CPU without the interpreter, or on the GPU with it.
     """
     if is_interpreted() and not tensor.is_cpu:
-        raise ValueError(
-            f"{name} is on {tensor.device}; Triton interprets kernels here (TRITON_INTERPRET=1): wanted cpu"
-        )
+        raise ValueError(f"{name} is on {tensor.device}; with TRITON_INTERPRET=1 Triton kernels take CPU tensors")
     if not is_interpreted() and not tensor.is_cuda:
         raise ValueError(
             f"{name} is on {tensor.device}; Triton kernels take CUDA tensors, or CPU tensors if TRITON_INTERPRET=1 is "

@@ -26,7 +26,6 @@ __all__ = [
     "candidate_shapes",
     "choose_shape",
     "default_shape",
-    "is_interpreted",
     "num_programs",
     "source_hash",
 ]
@@ -37,13 +36,15 @@ _chosen: dict[tuple[Any, ...], TileShape] = {}
 
 @dataclasses.dataclass(frozen=True)
 class TileShape:
-    """Attributes:
-    rows, columns: of the tile of the result.
-    inner: of the dim that is summed over, per step.
-    num_warps, num_stages: as Triton understands them.
-    programs_per_sm: that are launched, when there are tiles enough.
-    group: rows of tiles that are walked together.
-    uses_descriptors: operands are loaded by tensor descriptors; capability 90 and later.
+    """How a product is cut into tiles.
+
+    Attributes:
+        rows, columns: of the tile of the result.
+        inner: of the dim that is summed over, per step.
+        num_warps, num_stages: as Triton understands them.
+        programs_per_sm: that are launched, when there are tiles enough.
+        group: rows of tiles that are walked together.
+        uses_descriptors: operands are loaded by tensor descriptors; capability 90 and later.
     """
 
     rows: int
