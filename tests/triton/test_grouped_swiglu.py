@@ -99,6 +99,20 @@ def test_frozen_parts_get_no_gradient_and_the_others_keep_theirs(frozen):
         assert some is None if place == frozen else torch.equal(full, some)
 
 
+@pytest.mark.parametrize("load", ["mixed", "nobody's rows"])
+def test_padding_may_be_left_as_it_is(load):
+    torch.manual_seed(0)
+    for case in cases_of(load):
+        tensors = [torch.randn(case.num_rows, 8), *(torch.randn(len(case.rows), *size) for size in ((10, 8), (8, 5)))]
+        tensors[0].requires_grad_()
+        cleared = grouped_swiglu(*tensors, segments=case.segments)
+        left = grouped_swiglu(*tensors, segments=case.segments, clears_padding=False)
+        assert torch.equal(left[case.is_real], cleared[case.is_real])
+        assert left[~case.is_real].isnan().all()
+        left.nan_to_num().sum().backward()
+        assert (tensors[0].grad[~case.is_real] == 0).all()
+
+
 def test_large_gates_neither_overflow_nor_lose_the_sign():
     case = expert_major([4], 0, with_counts=False)
     x = torch.tensor([[200.0], [-200.0], [3.0], [-3.0]], requires_grad=True)

@@ -10,6 +10,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from moecomm.kernels.triton.descriptors import (
+    describable,
+    describable_rows,
+    descriptors_of,
+    descriptors_of_rows,
+)
 from moecomm.kernels.triton.grouped_gemm_rows import multiply_rows_kernel
 from moecomm.kernels.triton.grouped_gemm_weights import weight_gradient_kernel
 from moecomm.kernels.triton.runtime import check_device, launch
@@ -99,6 +105,7 @@ def grouped_gemm_weight_gradient(
             left,
             right,
             out,
+            *(descriptors_of_rows(left, right, shape) if shape.uses_descriptors else (None, None)),
             row_idx,
             segments.offsets,
             segments.num_tokens_per_expert,
@@ -113,6 +120,7 @@ def grouped_gemm_weight_gradient(
             out.stride(0),
             out.stride(1),
             COMPUTE=_TYPES[compute],
+            REST_STAGES=1 if shape.uses_descriptors else shape.num_stages,
             BLOCK_LEFT=shape.rows,
             BLOCK_RIGHT=shape.columns,
             BLOCK_ROWS=shape.inner,
@@ -129,6 +137,7 @@ def grouped_gemm_weight_gradient(
             rows_per_expert=segments.rows_per_expert,
             sizes=(segments.num_experts, num_left, num_right, int(row_idx is not None)),
             device=out.device,
+            allows_descriptors=row_idx is None and left.dtype == compute and describable_rows(left, right),
             launch=run,
         )
     )
@@ -185,6 +194,7 @@ def multiply_rows(
             raise ValueError(f"{name} must have contiguous columns, got strides {list(written.stride())}")
     x = _with_contiguous_columns(x)
     compute = compute_dtype(x, weight)
+    contiguous_dim = "none" if row_idx is not None else describable(x, weight)
     made: list[Tensor] = []
 
     def run(shape: TileShape) -> None:
@@ -200,8 +210,7 @@ def multiply_rows(
             multiply_rows_kernel,
             num_programs(shape, tiles, out.device),
             out.device,
-            x,
-            weight,
+            *(descriptors_of(x, weight, shape) if shape.uses_descriptors else (x, weight)),
             out,
             hidden,
             activation,
@@ -228,6 +237,7 @@ def multiply_rows(
             COMPUTE=_TYPES[compute],
             CLEARS_PADDING=clears_padding,
             CLEARS_TAIL=clears_tail and segments.offsets is not None,
+            DESCRIPTORS=contiguous_dim if shape.uses_descriptors else "none",
             EVEN_INNER=num_inner % shape.inner == 0,
             SPLITS_COLUMNS=shape.splits_columns,
             BLOCK_EXPERTS=segments.block_experts,
@@ -247,6 +257,7 @@ def multiply_rows(
         rows_per_expert=segments.rows_per_expert,
         sizes=(num_experts, num_inner, num_columns, *(int(option is not None) for option in options)),
         device=out.device,
+        allows_descriptors=contiguous_dim != "none",
         launch=run,
     )
     run(shape)

@@ -9,6 +9,9 @@ EPILOGUE says what becomes of a tile:
     "swiglu_backward"  product is the gradient of silu(gate) * up; out `[N, 2M]` = gradients of gate and up;
                        activation `[N, M]` = silu(gate) * up again; partial `[N, column tiles]` = what each tile adds to
                        the gradient of the row's weight
+DESCRIPTORS says what `x_ptr` and `weight_ptr` are: "none" = pointers, otherwise tensor descriptors (see
+`product_by_descriptors`) of a weight whose contiguous dim is "inner" or "columns".
+
 A weight per row multiplies out and activation. Rows that are visited but not real come out as zeros.
 """
 
@@ -18,6 +21,7 @@ import triton
 import triton.language as tl
 
 from moecomm.kernels.triton.segments import locate, segment_bounds, tile_ends
+from moecomm.kernels.triton.tile_products import product_by_descriptors, product_by_pointers
 
 __all__ = ["multiply_rows_kernel"]
 
@@ -90,7 +94,7 @@ def finish_tile(
     return partial
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_experts", "num_rows", "num_source_rows", "capacity"])
 def multiply_rows_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -120,6 +124,7 @@ def multiply_rows_kernel(
     COMPUTE: tl.constexpr,
     CLEARS_PADDING: tl.constexpr,
     CLEARS_TAIL: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
     EVEN_INNER: tl.constexpr,
     SPLITS_COLUMNS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
@@ -156,44 +161,47 @@ def multiply_rows_kernel(
         is_visited = places < visited
         rows = begin + places
         columns = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        is_column = columns < num_columns
-        inner = tl.arange(0, BLOCK_INNER)
-
-        source = rows
-        is_read = is_real
-        if row_idx_ptr is not None:
-            source = tl.load(row_idx_ptr + rows, mask=is_real, other=-1).to(tl.int64)
-            is_read = (source >= 0) & (source < num_source_rows)
-        x_ptrs = x_ptr + source[:, None] * stride_x + inner[None, :]
-        weight_ptrs = (
-            weight_ptr
-            + expert.to(tl.int64) * stride_weight_expert
-            + inner[:, None].to(tl.int64) * stride_weight_inner
-            + columns[None, :].to(tl.int64) * stride_weight_column
-        )
-        to_up = num_columns.to(tl.int64) * stride_weight_column
-        step = tl.full((), BLOCK_INNER, tl.int64) * stride_weight_inner
-
-        product = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-        up = product
         # A tile without a real row multiplies nothing and goes on to store its zeros.
         num_steps = tl.where(row_tile.to(tl.int64) * BLOCK_ROWS < count, num_inner, 0)
-        for done in range(0, num_steps, BLOCK_INNER):
-            if EVEN_INNER:
-                x_mask = is_read[:, None]
-                weight_mask = is_column[None, :]
-            else:
-                is_inner = inner < num_inner - done
-                x_mask = is_read[:, None] & is_inner[None, :]
-                weight_mask = is_inner[:, None] & is_column[None, :]
-            x = tl.load(x_ptrs, mask=x_mask, other=0.0).to(COMPUTE)
-            weight = tl.load(weight_ptrs, mask=weight_mask, other=0.0).to(COMPUTE)
-            product = tl.dot(x, weight, product, input_precision="ieee")
-            if EPILOGUE == "swiglu":
-                weight = tl.load(weight_ptrs + to_up, mask=weight_mask, other=0.0).to(COMPUTE)
-                up = tl.dot(x, weight, up, input_precision="ieee")
-            x_ptrs += BLOCK_INNER
-            weight_ptrs += step
+        if DESCRIPTORS == "none":
+            product, up = product_by_pointers(
+                x_ptr,
+                weight_ptr,
+                row_idx_ptr,
+                rows,
+                is_real,
+                columns,
+                expert,
+                num_steps,
+                num_source_rows,
+                num_inner,
+                num_columns,
+                stride_x,
+                stride_weight_expert,
+                stride_weight_inner,
+                stride_weight_column,
+                EPILOGUE == "swiglu",
+                COMPUTE,
+                EVEN_INNER,
+                BLOCK_INNER,
+            )
+        else:
+            product, up = product_by_descriptors(
+                x_ptr,
+                weight_ptr,
+                begin + row_tile * BLOCK_ROWS,
+                is_real,
+                column_tile * BLOCK_COLUMNS,
+                expert,
+                num_steps,
+                num_inner,
+                num_columns,
+                EPILOGUE == "swiglu",
+                DESCRIPTORS == "columns",
+                BLOCK_ROWS,
+                BLOCK_COLUMNS,
+                BLOCK_INNER,
+            )
 
         if SPLITS_COLUMNS:
             # Half a tile at a time needs half the registers.

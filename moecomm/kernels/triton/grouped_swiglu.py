@@ -29,6 +29,7 @@ def grouped_swiglu(
     segments: Segments,
     row_idx: Tensor | None = None,
     row_weights: Tensor | None = None,
+    clears_padding: bool = True,
 ) -> Tensor:
     """y[n] = row_weights[n] * expert(x[n]). Differentiable (once) in `x`, the weights of experts and of rows.
 
@@ -40,14 +41,16 @@ def grouped_swiglu(
         row_idx: `[N]` int32 or int64, row of `x` that row n takes; -1 = a row of zeros. The gradient of a row of `x` is
             a sum over all n that took it, in ascending order.
         row_weights: `[N]` fp32; None = 1.
+        clears_padding: make rows that are padding or nobody's zero. A large slab with few real rows costs less if they
+            are left undefined; gradients with respect to `x` are zero there in any case.
 
     Returns:
-        `[N, H]`, dtype of `x`. Rows that are padding or nobody's are zeros.
+        `[N, H]`, dtype of `x`.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    return _GroupedSwiglu.apply(x, gate_up_proj, down_proj, segments, row_idx, row_weights)  # type: ignore[no-any-return, no-untyped-call]
+    return _GroupedSwiglu.apply(x, gate_up_proj, down_proj, segments, row_idx, row_weights, clears_padding)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @final
@@ -107,6 +110,7 @@ def _fill_outputs(
     hidden: Tensor | None,
     row_idx: Tensor | None = None,
     row_weights: Tensor | None = None,
+    clears_padding: bool = True,
     clears_tail: bool = True,
 ) -> None:
     """Fills `y` `[N, H]`, and `hidden` `[N, 2I]` unless None."""
@@ -123,7 +127,9 @@ def _fill_outputs(
         clears_padding=False,
         clears_tail=False,
     )
-    multiply_rows(activation, down_proj.transpose(1, 2), segments, out=y, clears_tail=clears_tail)
+    multiply_rows(
+        activation, down_proj.transpose(1, 2), segments, out=y, clears_padding=clears_padding, clears_tail=clears_tail
+    )
 
 
 def _gradients(
@@ -180,12 +186,22 @@ class _GroupedSwiglu(torch.autograd.Function):
         segments: Segments,
         row_idx: Tensor | None,
         row_weights: Tensor | None,
+        clears_padding: bool,
     ) -> Tensor:
         y = torch.empty(segments.num_rows, x.shape[1], dtype=x.dtype, device=x.device)
         keeps_hidden = any(ctx.needs_input_grad)
         hidden = x.new_empty(segments.num_rows, gate_up_proj.shape[1]) if keeps_hidden else None
         _fill_outputs(
-            x, gate_up_proj, down_proj, segments, y=y, hidden=hidden, row_idx=row_idx, row_weights=row_weights
+            x,
+            gate_up_proj,
+            down_proj,
+            segments,
+            y=y,
+            hidden=hidden,
+            row_idx=row_idx,
+            row_weights=row_weights,
+            clears_padding=clears_padding,
+            clears_tail=clears_padding,
         )
         ctx.save_for_backward(x, gate_up_proj, down_proj, hidden, row_idx, row_weights)
         ctx.segments = segments
@@ -209,4 +225,4 @@ class _GroupedSwiglu(torch.autograd.Function):
         )
         if grad_row_weights is not None:
             grad_row_weights = grad_row_weights.to(row_weights.dtype)
-        return grad_x, grad_gate_up_proj, grad_down_proj, None, None, grad_row_weights
+        return grad_x, grad_gate_up_proj, grad_down_proj, None, None, grad_row_weights, None

@@ -105,7 +105,7 @@ def segment_bounds(
         begin = tl.where(is_owner, expert.to(tl.int64) * capacity, 0)
         length = tl.where(is_owner, capacity, 0).to(tl.int64)
     else:
-        last = num_rows.to(tl.int64)
+        last = tl.cast(num_rows, tl.int64)
         has_begin = (expert > 0) & (expert <= num_experts)
         begin = tl.load(offsets_ptr + (expert - 1), mask=has_begin, other=0).to(tl.int64)
         end = tl.load(offsets_ptr + expert, mask=is_owner, other=0).to(tl.int64)

@@ -19,7 +19,7 @@ import triton
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from moecomm.kernels.choices import Choices
-from moecomm.kernels.triton import grouped_gemm_rows, grouped_gemm_weights, segments
+from moecomm.kernels.triton import grouped_gemm_rows, grouped_gemm_weights, segments, tile_products
 from moecomm.kernels.triton.runtime import is_interpreted
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "choose_shape",
     "default_shape",
     "default_shapes",
-    "is_interpreted",
     "num_programs",
     "source_hash",
 ]
@@ -40,12 +39,15 @@ _measures = True
 
 @dataclasses.dataclass(frozen=True)
 class TileShape:
-    """Attributes:
-    rows, columns: of the tile of the result.
-    inner: of the dim that is summed over, per step.
-    num_warps, num_stages: as Triton understands them.
-    programs_per_sm: that are launched, when there are tiles enough.
-    group: rows of tiles that are walked together.
+    """How a product is cut into tiles.
+
+    Attributes:
+        rows, columns: of the tile of the result.
+        inner: of the dim that is summed over, per step.
+        num_warps, num_stages: as Triton understands them.
+        programs_per_sm: that are launched, when there are tiles enough.
+        group: rows of tiles that are walked together.
+        uses_descriptors: operands are loaded by tensor descriptors; capability 90 and later.
     """
 
     rows: int
@@ -55,6 +57,7 @@ class TileShape:
     num_stages: int
     programs_per_sm: int = 1
     group: int = 8
+    uses_descriptors: bool = False
 
     @property
     def splits_columns(self) -> bool:
@@ -67,10 +70,14 @@ class TileShape:
         return self.num_stages * self.inner * (self.rows + factor * self.columns) * itemsize
 
 
+# Shared memory of a block, by capability; others have less.
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 _INTERPRETED = TileShape(32, 32, 32, 1, 1)
 
 
-def candidate_shapes(kind: str, itemsize: int, rows_per_expert: int, capability: int) -> list[TileShape]:
+def candidate_shapes(
+    kind: str, itemsize: int, rows_per_expert: int, capability: int, *, allows_descriptors: bool = False
+) -> list[TileShape]:
     """Shapes worth measuring, the default first.
 
     Arguments:
@@ -78,6 +85,7 @@ def candidate_shapes(kind: str, itemsize: int, rows_per_expert: int, capability:
         itemsize: bytes of an element of the operands.
         rows_per_expert: mean, a power of two.
         capability: compute capability times ten: 80, 90, 100.
+        allows_descriptors: whether the tensors can be described.
     """
     if itemsize == 4:
         shapes = [TileShape(64, 64, 32, 8, 3), TileShape(128, 64, 16, 8, 3), TileShape(32, 64, 32, 4, 3)]
@@ -103,7 +111,12 @@ def candidate_shapes(kind: str, itemsize: int, rows_per_expert: int, capability:
             shapes.insert(0, shapes.pop(1))
         if kind == "plain":
             shapes.insert(0 if capability >= 90 and rows_per_expert >= 128 else 1, TileShape(128, 256, 64, 8, 3))
-    limit = (227 if capability >= 90 else 163 if capability == 80 else 99) * 1024
+    if allows_descriptors and capability >= 90 and itemsize == 2 and rows_per_expert > 64:
+        described = [(128, 128, 3), (128, 128, 4), (128, 64, 4)]
+        if kind in ("plain", "weights"):
+            described += [(128, 256, 3), (128, 256, 4)]
+        shapes += [TileShape(rows, columns, 64, 8, stages, 1, 8, True) for rows, columns, stages in described]
+    limit = _SHARED_KIB.get(capability, 99) * 1024
     # Fewer stages fit anywhere; one shape is always left.
     fitting = [shape for shape in shapes if shape.shared_bytes(kind, itemsize) <= limit]
     return list(dict.fromkeys(fitting)) or [dataclasses.replace(shapes[0], num_stages=1)]
@@ -133,6 +146,7 @@ def choose_shape(
     rows_per_expert: int,
     sizes: tuple[int, ...],
     device: torch.device,
+    allows_descriptors: bool = False,
     launch: Callable[[TileShape], None],
 ) -> TileShape:
     """The shape for a product: the fastest one, measured once per family of sizes and kept on disk.
@@ -141,16 +155,19 @@ def choose_shape(
         compute: dtype of the operands in the product.
         dtypes: of the tensors read and written.
         sizes: all that the speed depends on besides: E, K, M, options.
+        allows_descriptors: whether the tensors can be described.
         launch: runs the product with a shape; it only writes what it will write anyway.
     """
     if is_interpreted():
-        return _INTERPRETED
-    family = (kind, dtypes, rows_per_expert, sizes, device)
+        return dataclasses.replace(_INTERPRETED, uses_descriptors=_INTERPRETED.uses_descriptors and allows_descriptors)
+    family = (kind, dtypes, rows_per_expert, sizes, allows_descriptors, device)
     known = _chosen.get(family)
     if known is not None:
         return known
     capability = _capability(device)
-    candidates = candidate_shapes(kind, compute.itemsize, rows_per_expert, capability)
+    candidates = candidate_shapes(
+        kind, compute.itemsize, rows_per_expert, capability, allows_descriptors=allows_descriptors
+    )
     if not _measures or torch.cuda.is_current_stream_capturing():
         return candidates[0]
     key = {
@@ -158,6 +175,7 @@ def choose_shape(
         "dtypes": [str(dtype) for dtype in dtypes],
         "rows_per_expert": rows_per_expert,
         "sizes": list(sizes),
+        "allows_descriptors": allows_descriptors,
         "device": torch.cuda.get_device_name(device),
         "capability": capability,
         "triton": triton.__version__,
@@ -180,12 +198,18 @@ def num_programs(shape: TileShape, max_tiles: int, device: torch.device) -> int:
 def source_hash() -> str:
     """Of the device code and the rules here: it changes whenever a measurement may have become wrong."""
     digest = hashlib.sha256()
-    for path in (segments.__file__, grouped_gemm_rows.__file__, grouped_gemm_weights.__file__, __file__):
+    for path in (
+        segments.__file__,
+        tile_products.__file__,
+        grouped_gemm_rows.__file__,
+        grouped_gemm_weights.__file__,
+        __file__,
+    ):
         digest.update(Path(str(path)).read_bytes())
     return digest.hexdigest()
 
 
-def _time(launch: Callable[[TileShape], None], values: list[int]) -> float:
+def _time(launch: Callable[[TileShape], None], values: list[Any]) -> float:
     """Milliseconds; infinity when the device has not enough of something."""
     try:
         return float(triton.testing.do_bench(lambda: launch(TileShape(*values)), warmup=5, rep=20))
