@@ -138,6 +138,7 @@ def test_many_at_once_leave_one_whole_file(sources, nvrtc):
     assert path.read_bytes().startswith(b"\x7fELF")
 
 
+@pytest.mark.slow
 def test_processes_that_race_leave_one_whole_file(tmp_path):
     code = (
         "import sys; from pathlib import Path; from moecomm.kernels.cuda import loader\n"
