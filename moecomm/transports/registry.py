@@ -19,6 +19,7 @@ _log = logging.getLogger("moecomm.transports")
 _known: dict[str, str] = {
     "local": "moecomm.transports.local:LocalTransport",
     "shm": "moecomm.transports.shm:ShmTransport",
+    "ucx": "moecomm.transports.ucx:UcxTransport",
 }
 
 

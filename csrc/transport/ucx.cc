@@ -1,0 +1,567 @@
+#include "transport/ucx.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "check.h"
+
+namespace moecomm {
+namespace {
+
+constexpr unsigned kMessageId = 0;
+// Puts are sent from copies, in pieces of at most the largest of these; each copy belongs to one of the classes.
+constexpr std::size_t kSizeClasses[] = {0, 4096, 256 * 1024};
+constexpr std::size_t kNumClasses = sizeof kSizeClasses / sizeof *kSizeClasses;
+constexpr std::size_t kLargest = kSizeClasses[kNumClasses - 1];
+constexpr std::size_t kOverhead = 256;                     // what a message without bytes counts as
+constexpr std::size_t kMaxInFlight = std::size_t{4} << 20;  // per peer; enough for 100 Gbit/s and 300 us
+constexpr std::size_t kMaxNotes = 64;                      // a flood of refusals must not become one of memory
+constexpr auto kInterruptEvery = std::chrono::milliseconds(200);
+constexpr auto kLookEvery = std::chrono::milliseconds(5);
+
+std::size_t cost(std::size_t size_class) { return kSizeClasses[size_class] + kOverhead; }
+
+std::chrono::steady_clock::time_point after(double seconds) {
+    const auto duration = std::chrono::duration<double>(std::min(seconds, 1e6));
+    return std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(duration);
+}
+
+}  // namespace
+
+UcxWire::UcxWire(const std::string& library, int rank, int num_ranks, std::shared_ptr<SignalBoard> board)
+    : api_(ucp::load(library)),
+      rank_(rank),
+      num_ranks_(num_ranks),
+      owner_(getpid()),
+      board_(std::move(board)),
+      links_(static_cast<std::size_t>(std::max(num_ranks, 0))),
+      idle_sends_(kNumClasses) {
+    MC_CHECK(rank >= 0 && rank < num_ranks, "UcxWire: rank out of range");
+    for (int peer = 0; peer < num_ranks; ++peer) {
+        links_[peer].wire = this;
+        links_[peer].rank = peer;
+    }
+    const auto check = [this](ucp::Status status, const char* what) {
+        if (status == ucp::kOk) return;
+        const std::string reason = std::string(what) + ": " + api_.status_string(status);
+        release();
+        throw std::runtime_error(reason);
+    };
+    ucp::Params params{};
+    params.field_mask = ucp::kParamsFeatures | ucp::kParamsNumEndpoints;
+    params.features = ucp::kFeatureActiveMessages | ucp::kFeatureWakeup;
+    params.estimated_num_eps = static_cast<std::size_t>(num_ranks);
+    check(api_.init_version(ucp::kApiMajor, ucp::kApiMinor, &params, nullptr, &context_), "ucp_init");
+    ucp::WorkerParams worker_params{};
+    worker_params.field_mask = ucp::kWorkerThreadMode;
+    worker_params.thread_mode = ucp::kThreadModeSerialized;
+    check(api_.worker_create(context_, &worker_params, &worker_), "ucp_worker_create");
+    ucp::HandlerParam handler{};
+    handler.field_mask = ucp::kHandlerId | ucp::kHandlerFlags | ucp::kHandlerCallback | ucp::kHandlerArg;
+    handler.id = kMessageId;
+    handler.flags = ucp::kHandlerWholeMessage;
+    handler.callback = &UcxWire::on_message;
+    handler.arg = this;
+    check(api_.worker_set_am_recv_handler(worker_, &handler), "ucp_worker_set_am_recv_handler");
+    check(api_.worker_get_efd(worker_, &event_fd_), "ucp_worker_get_efd");
+    ucp::WorkerAttr attr{};
+    attr.field_mask = ucp::kWorkerAttrAddress;
+    check(api_.worker_query(worker_, &attr), "ucp_worker_query");
+    address_.assign(static_cast<const char*>(attr.address), attr.address_length);
+    api_.worker_release_address(worker_, attr.address);
+    wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (wake_fd_ < 0) {
+        const int error = errno;
+        release();
+        throw std::system_error(error, std::generic_category(), "eventfd");
+    }
+}
+
+UcxWire::~UcxWire() {
+    interrupt_ = nullptr;
+    close(0.0);
+    board_->set_poll(nullptr);
+}
+
+std::string UcxWire::address() const { return address_; }
+
+void UcxWire::connect(const std::vector<std::string>& addresses, const std::string& secret) {
+    MC_CHECK(static_cast<int>(addresses.size()) == num_ranks_, "UcxWire: one address per rank");
+    MC_CHECK(secret.size() == kSecretBytes && thread_ == nullptr && !is_closed_, "UcxWire: secret or order of calls");
+    const Lock guard = lock();
+    std::memcpy(secret_, secret.data(), kSecretBytes);
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+        if (peer == rank_) continue;
+        Link& link = links_[peer];
+        ucp::EndpointParams params{};
+        params.field_mask = ucp::kEndpointRemoteAddress | ucp::kEndpointErrorMode | ucp::kEndpointErrorHandler;
+        params.address = addresses[peer].data();
+        params.err_mode = ucp::kErrorModePeer;
+        params.err_handler = {&UcxWire::on_error, &link};
+        const ucp::Status status = api_.ep_create(worker_, &params, &link.endpoint);
+        if (status != ucp::kOk) {
+            link.endpoint = nullptr;
+            fail(link, api_.status_string(status));
+            continue;
+        }
+        post(link, header_for(link, Kind::kHello), nullptr, 0);
+    }
+    board_->set_poll([this] { poll(); });
+    thread_ = new std::thread(&UcxWire::serve, this);
+}
+
+std::vector<int> UcxWire::greeted(double timeout) {
+    Lock guard = lock();
+    std::vector<int> silent;
+    wait_until(
+        guard,
+        [&] {
+            silent.clear();
+            for (const Link& link : links_)
+                if (link.rank != rank_ && !link.has_greeted) silent.push_back(link.rank);
+            return std::all_of(silent.begin(), silent.end(), [&](int peer) { return links_[peer].is_down; });
+        },
+        after(timeout));
+    return silent;
+}
+
+void UcxWire::set_region(int index, std::shared_ptr<Mapping> mapping) {
+    const Lock guard = lock();
+    MC_CHECK(index >= 0 && index <= static_cast<int>(regions_.size()), "set_region: index out of range");
+    if (index == static_cast<int>(regions_.size())) regions_.emplace_back();
+    regions_[index] = std::move(mapping);
+}
+
+bool UcxWire::put(int peer, int region, std::uint64_t offset, const void* source, std::size_t nbytes, int slot,
+                  std::uint64_t n, double timeout) {
+    MC_CHECK(peer >= 0 && peer < num_ranks_ && !is_closed_, "put: peer out of range, or the transport is closed");
+    Lock guard = lock();
+    MC_CHECK(region >= 0 && region < static_cast<int>(regions_.size()), "put: no such region");
+    const Mapping& mine = *regions_[region];
+    MC_CHECK(nbytes <= mine.nbytes() && offset <= mine.nbytes() - nbytes, "put: outside the region");
+    if (peer == rank_) {
+        guard.unlock();
+        std::memcpy(reinterpret_cast<char*>(mine.address()) + offset, source, nbytes);
+        if (n > 0) board_->deliver(slot, rank_, n);
+        return true;
+    }
+    Link& link = links_[peer];
+    const auto deadline = after(timeout);
+    const char* from = static_cast<const char*>(source);
+    for (std::size_t sent = 0; sent < nbytes || (sent == 0 && n > 0);) {
+        const std::size_t piece = std::min(nbytes - sent, kLargest);
+        const bool is_last = sent + piece == nbytes;
+        if (!make_room(guard, link, piece, deadline)) return link.is_down;
+        Header header = header_for(link, piece > 0 ? Kind::kPut : Kind::kSignal);
+        if (piece > 0) header.num_puts = ++link.puts_sent;
+        header.region = region;
+        header.offset = offset + sent;
+        header.slot = slot;
+        header.n = is_last ? n : 0;
+        if (header.n > 0) ++link.signals_sent;
+        post(link, header, from + sent, piece);
+        sent += piece;
+        if (is_last) break;
+    }
+    return true;
+}
+
+bool UcxWire::signal(int peer, int slot, std::uint64_t n, double timeout) {
+    MC_CHECK(peer >= 0 && peer < num_ranks_ && !is_closed_, "signal: peer out of range, or the transport is closed");
+    if (n == 0) return true;
+    if (peer == rank_) {
+        board_->deliver(slot, rank_, n);
+        return true;
+    }
+    Lock guard = lock();
+    Link& link = links_[peer];
+    if (!make_room(guard, link, 0, after(timeout))) return link.is_down;
+    Header header = header_for(link, Kind::kSignal);
+    header.slot = slot;
+    header.n = n;
+    ++link.signals_sent;
+    post(link, header, nullptr, 0);
+    return true;
+}
+
+std::vector<int> UcxWire::flush(double timeout) {
+    Lock guard = lock();
+    for (Link& link : links_) {
+        if (link.rank == rank_ || link.is_down || link.puts_sent == 0) continue;
+        Header header = header_for(link, Kind::kFlush);
+        header.offset = ++link.tickets;
+        post(link, header, nullptr, 0);
+    }
+    std::vector<int> late;
+    wait_until(
+        guard,
+        [&] {
+            late.clear();
+            for (const Link& link : links_)
+                if (link.answered < link.tickets && can_send(link)) late.push_back(link.rank);
+            return late.empty();
+        },
+        after(timeout));
+    return late;
+}
+
+void UcxWire::poll() {
+    if (is_closed_ || !mutex_.try_lock()) return;
+    const Lock guard(mutex_, std::adopt_lock);
+    if (worker_ != nullptr && api_.worker_progress(worker_) > 0 && num_waiting_ > 0) served_.notify_all();
+}
+
+void UcxWire::close(double timeout) {
+    // A forked child has neither the thread nor a right to the connections.
+    if (getpid() != owner_ || is_closed_.exchange(true)) return;
+    std::exception_ptr interrupted;
+    {
+        Lock guard = lock();
+        for (Link& link : links_) {
+            if (link.rank == rank_ || link.is_down || link.endpoint == nullptr) continue;
+            Header header = header_for(link, Kind::kGoodbye);
+            header.offset = ++link.tickets;
+            header.num_signals = link.signals_sent;
+            post(link, header, nullptr, 0);
+        }
+        const auto answered = [this] {
+            return std::all_of(links_.begin(), links_.end(), [this](const Link& link) {
+                return link.answered == link.tickets || !can_send(link);
+            });
+        };
+        try {
+            if (thread_ != nullptr) wait_until(guard, answered, after(timeout));
+        } catch (...) {
+            interrupted = std::current_exception();
+            if (!guard.owns_lock()) guard.lock();
+        }
+        for (Link& link : links_) link.is_down = true;
+        is_stopping_ = true;
+    }
+    if (thread_ != nullptr) {
+        eventfd_write(wake_fd_, 1);
+        thread_->join();
+        delete thread_;
+        thread_ = nullptr;
+    }
+    const Lock guard = lock();
+    release();
+    if (interrupted) std::rethrow_exception(interrupted);
+}
+
+std::vector<std::string> UcxWire::notes() {
+    const Lock guard = lock();
+    return std::exchange(notes_, {});
+}
+
+// -- under the mutex --------------------------------------------------------------------------------------------------
+
+UcxWire::Lock UcxWire::lock() {
+    ++num_wanting_;
+    Lock guard(mutex_);
+    --num_wanting_;
+    return guard;
+}
+
+bool UcxWire::wait_until(Lock& guard, const std::function<bool()>& done, Clock::time_point deadline) {
+    auto next_interrupt = Clock::now() + kInterruptEvery;
+    for (;;) {
+        if (done()) return true;
+        const bool is_served = worker_ != nullptr && api_.worker_progress(worker_) > 0;
+        const auto now = Clock::now();
+        if (now >= deadline) return done();
+        if (now >= next_interrupt && interrupt_) {
+            guard.unlock();
+            interrupt_();
+            guard.lock();
+            next_interrupt = now + kInterruptEvery;
+        }
+        if (is_served) continue;
+        ++num_waiting_;
+        served_.wait_for(guard, kLookEvery);
+        --num_waiting_;
+    }
+}
+
+// A peer of this host that was killed is seen by its process; UCX may notice much later.
+bool UcxWire::can_send(const Link& link) const { return !link.is_down && board_->process_alive(link.rank); }
+
+bool UcxWire::make_room(Lock& guard, Link& link, std::size_t nbytes, Clock::time_point deadline) {
+    std::size_t size_class = 0;
+    while (kSizeClasses[size_class] < nbytes) ++size_class;
+    if (link.is_down) return false;
+    if (link.bytes_in_flight + cost(size_class) <= kMaxInFlight) return true;
+    wait_until(
+        guard, [&] { return link.bytes_in_flight + cost(size_class) <= kMaxInFlight || !can_send(link); }, deadline);
+    if (!link.is_down && !can_send(link)) fail(link, "its process has ended");
+    return !link.is_down && link.bytes_in_flight + cost(size_class) <= kMaxInFlight;
+}
+
+UcxWire::Header UcxWire::header_for(Link& link, Kind kind) const {
+    Header header{};
+    std::memcpy(header.secret, secret_, kSecretBytes);
+    header.kind = kind;
+    header.source = rank_;
+    header.num_puts = link.puts_sent;
+    return header;
+}
+
+UcxWire::Send* UcxWire::take_send(std::size_t size_class) {
+    auto& idle = idle_sends_[size_class];
+    if (idle.empty()) {
+        auto made = std::make_unique<Send>();
+        made->size_class = size_class;
+        made->bytes.reset(new char[kSizeClasses[size_class]]);
+        sends_.push_back(std::move(made));
+        return sends_.back().get();
+    }
+    Send* const send = idle.back();
+    idle.pop_back();
+    return send;
+}
+
+void UcxWire::give_back(Send* send) {
+    send->link->bytes_in_flight -= cost(send->size_class);
+    idle_sends_[send->size_class].push_back(send);
+}
+
+void UcxWire::post(Link& link, const Header& header, const void* source, std::size_t nbytes) {
+    if (link.is_down) return;
+    std::size_t size_class = 0;
+    while (kSizeClasses[size_class] < nbytes) ++size_class;
+    Send* const send = take_send(size_class);
+    send->header = header;
+    send->link = &link;
+    if (nbytes > 0) std::memcpy(send->bytes.get(), source, nbytes);
+    link.bytes_in_flight += cost(size_class);
+    ucp::RequestParam param{};
+    param.op_attr_mask = ucp::kOpCallback | ucp::kOpUserData;
+    param.callback.send = &UcxWire::on_sent;
+    param.user_data = send;
+    const ucp::Request request = api_.am_send_nbx(link.endpoint, kMessageId, &send->header, sizeof send->header,
+                                                  send->bytes.get(), nbytes, &param);
+    if (ucp::is_pending(request)) {
+        // The sleeping thread has not armed the descriptor for the end of this one.
+        if (is_asleep_) eventfd_write(wake_fd_, 1);
+        return;
+    }
+    give_back(send);
+    if (ucp::is_error(request)) fail(link, api_.status_string(ucp::status_of(request)));
+}
+
+void UcxWire::fail(Link& link, const std::string& reason) {
+    if (link.is_down) return;
+    link.is_down = true;
+    board_->mark_departed(link.rank);
+    note("the connection to rank " + std::to_string(link.rank) + " has failed: " + reason);
+}
+
+void UcxWire::note(const std::string& text) {
+    if (notes_.size() < kMaxNotes) notes_.push_back("rank " + std::to_string(rank_) + ": " + text);
+}
+
+// -- the thread that serves what arrives ------------------------------------------------------------------------------
+
+void UcxWire::serve() {
+    Lock guard(mutex_);
+    while (!is_stopping_) {
+        unsigned served = 0;
+        for (int i = 0; i < 64 && num_wanting_ == 0; ++i) {
+            const unsigned now = api_.worker_progress(worker_);
+            served += now;
+            if (now == 0) break;
+        }
+        if (served > 0 && num_waiting_ > 0) served_.notify_all();
+        ucp::Status status = ucp::kErrorBusy;
+        if (served == 0 && num_wanting_ == 0) status = api_.worker_arm(worker_);
+        if (status == ucp::kErrorBusy) {
+            if (num_wanting_ == 0) continue;
+            // The mutex is not fair: without this they could starve while data keeps coming.
+            guard.unlock();
+            for (int i = 0; i < 100 && num_wanting_ > 0; ++i) sched_yield();
+            guard.lock();
+            continue;
+        }
+        is_asleep_ = true;
+        guard.unlock();
+        pollfd entries[] = {{event_fd_, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
+        // Now and then without an event: UCX looks after its own timers only when it is called.
+        ::poll(entries, 2, status == ucp::kOk ? 1000 : 1);
+        eventfd_t ignored = 0;
+        eventfd_read(wake_fd_, &ignored);
+        guard.lock();
+        is_asleep_ = false;
+    }
+}
+
+ucp::Status UcxWire::on_message(void* arg, const void* header, std::size_t header_length, void* data,
+                                std::size_t length, const ucp::MessageParam* param) {
+    UcxWire& self = *static_cast<UcxWire*>(arg);
+    Header received;
+    unsigned difference = header_length == sizeof received ? 0 : 1;
+    if (difference == 0) {
+        std::memcpy(&received, header, sizeof received);
+        for (std::size_t i = 0; i < kSecretBytes; ++i) difference |= received.secret[i] ^ self.secret_[i];
+    }
+    // is_stopping_: no memory is written to once close has begun to take things down.
+    if (self.is_stopping_) return ucp::kOk;
+    if (difference != 0) {
+        self.note("refused a message of " + std::to_string(length) + " bytes that does not carry the group's secret");
+        return ucp::kOk;
+    }
+    if (received.source < 0 || received.source >= self.num_ranks_ || received.source == self.rank_) {
+        self.note("refused a message from rank " + std::to_string(received.source) + ", which is not a peer");
+        return ucp::kOk;
+    }
+    return self.receive(received, data, length, (param->attributes & ucp::kReceiveIsRendezvous) != 0);
+}
+
+ucp::Status UcxWire::receive(const Header& header, void* data, std::size_t length, bool is_rendezvous) {
+    Link& link = links_[header.source];
+    if (header.kind == Kind::kHello) {
+        link.has_greeted = true;
+        return ucp::kOk;
+    }
+    if (header.kind == Kind::kAnswer) {
+        link.answered = std::max(link.answered, header.offset);
+        return ucp::kOk;
+    }
+    if (header.n > 0 && !board_->has_slot(header.slot)) {
+        note("refused a signal to slot " + std::to_string(header.slot) + ", which does not exist");
+        return ucp::kOk;
+    }
+    if (header.kind != Kind::kPut) {
+        link.held.push_back(header);
+        settle(link);
+        return ucp::kOk;
+    }
+    const bool is_region = header.region >= 0 && header.region < static_cast<int>(regions_.size());
+    const std::size_t size = is_region ? regions_[header.region]->nbytes() : 0;
+    if (!is_region || length > size || header.offset > size - length) {
+        note("refused a put outside region " + std::to_string(header.region));
+        return ucp::kOk;
+    }
+    char* const place = reinterpret_cast<char*>(regions_[header.region]->address()) + header.offset;
+    if (!is_rendezvous) {
+        std::memcpy(place, data, length);
+        put_arrived(link, header);
+        return ucp::kOk;
+    }
+    auto pending = std::make_unique<Receive>(Receive{&link, header});
+    ucp::RequestParam param{};
+    param.op_attr_mask = ucp::kOpCallback | ucp::kOpUserData;
+    param.callback.receive = &UcxWire::on_received;
+    param.user_data = pending.get();
+    const ucp::Request request = api_.am_recv_data_nbx(worker_, data, place, length, &param);
+    if (ucp::is_pending(request))
+        static_cast<void>(pending.release());  // on_received owns it
+    else if (ucp::is_error(request))
+        fail(link, api_.status_string(ucp::status_of(request)));
+    else
+        put_arrived(link, header);
+    return ucp::kInProgress;
+}
+
+void UcxWire::put_arrived(Link& link, const Header& header) {
+    ++link.puts_received;
+    if (header.n > 0) {
+        link.held.push_back(header);
+        link.held.back().kind = Kind::kSignal;
+    }
+    settle(link);
+}
+
+void UcxWire::settle(Link& link) {
+    // Applying one may let another follow: a goodbye waits for signals.
+    for (bool changed = true; changed;) {
+        changed = false;
+        for (std::size_t i = 0; i < link.held.size();) {
+            const Header header = link.held[i];
+            if (!apply(link, header)) {
+                ++i;
+                continue;
+            }
+            link.held.erase(link.held.begin() + static_cast<std::ptrdiff_t>(i));
+            changed = true;
+        }
+    }
+}
+
+// False: not yet.
+bool UcxWire::apply(Link& link, const Header& header) {
+    if (link.puts_received < header.num_puts) return false;
+    if (header.kind == Kind::kSignal) {
+        ++link.signals_received;
+        board_->deliver(header.slot, link.rank, header.n);
+        return true;
+    }
+    if (header.kind == Kind::kGoodbye && link.signals_received < header.num_signals) return false;
+    Header answer = header_for(link, Kind::kAnswer);
+    answer.offset = header.offset;
+    post(link, answer, nullptr, 0);
+    if (header.kind == Kind::kGoodbye) {
+        link.is_down = true;
+        board_->mark_departed(link.rank);
+    }
+    return true;
+}
+
+void UcxWire::on_sent(void* request, ucp::Status status, void* user_data) {
+    Send* const send = static_cast<Send*>(user_data);
+    UcxWire& self = *send->link->wire;
+    self.give_back(send);
+    self.api_.request_free(request);
+    if (status != ucp::kOk) self.fail(*send->link, self.api_.status_string(status));
+}
+
+void UcxWire::on_received(void* request, ucp::Status status, std::size_t, void* user_data) {
+    const std::unique_ptr<Receive> pending(static_cast<Receive*>(user_data));
+    UcxWire& self = *pending->link->wire;
+    self.api_.request_free(request);
+    if (self.is_stopping_) return;
+    if (status == ucp::kOk)
+        self.put_arrived(*pending->link, pending->header);
+    else
+        self.fail(*pending->link, self.api_.status_string(status));
+}
+
+void UcxWire::on_error(void* arg, ucp::Endpoint, ucp::Status status) {
+    Link& link = *static_cast<Link*>(arg);
+    link.wire->fail(link, link.wire->api_.status_string(status));
+}
+
+// -- the end ----------------------------------------------------------------------------------------------------------
+
+void UcxWire::close_endpoint(Link& link) {
+    if (link.endpoint == nullptr) return;
+    ucp::RequestParam param{};
+    param.op_attr_mask = ucp::kOpFlags;
+    param.flags = ucp::kCloseForce;
+    const ucp::Request request = api_.ep_close_nbx(std::exchange(link.endpoint, nullptr), &param);
+    if (!ucp::is_pending(request)) return;
+    const auto deadline = after(1.0);
+    while (api_.request_check_status(request) == ucp::kInProgress && Clock::now() < deadline)
+        api_.worker_progress(worker_);
+    api_.request_free(request);
+}
+
+void UcxWire::release() {
+    for (Link& link : links_) close_endpoint(link);
+    if (worker_ != nullptr) api_.worker_destroy(std::exchange(worker_, nullptr));
+    if (context_ != nullptr) api_.cleanup(std::exchange(context_, nullptr));
+    if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));
+    for (auto& idle : idle_sends_) idle.clear();
+    sends_.clear();
+    regions_.clear();
+}
+
+}  // namespace moecomm
