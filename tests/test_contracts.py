@@ -12,6 +12,7 @@ from moecomm.transports.registry import transport_names
 WORLDS_OF = {
     "local": [World("threads", "local"), World("stepped", "local")],
     "shm": [World("processes", "shm")],
+    "ucx": [World("processes", "ucx")],
 }
 TRANSPORT_WORLDS = [world for name in transport_names() for world in WORLDS_OF[name]]
 EXCHANGE_WORLDS = [*TRANSPORT_WORLDS, World("processes", "collective")]

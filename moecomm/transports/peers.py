@@ -88,8 +88,8 @@ def gather_peers(group: Group, device_type: str = "cpu") -> list[Peer]:
     """Every rank's identity, by rank. Collective."""
     me = my_identity(group, device_type)
     peers: list[Peer] = group.all_gather(me)
-    if len({peer.host for peer in peers}) > 1:
-        # Every rank has to know who has UCX, so that all choose alike; on one host it need not even be loaded.
+    if len({(peer.host, peer.pid_namespace, peer.uid) for peer in peers}) > 1:
+        # All must know who has UCX, to choose alike. Where shared memory reaches, it is not even loaded.
         from moecomm.transports.ucx_library import find_library
 
         peers = group.all_gather(dataclasses.replace(me, ucx_problem=find_library().problem))
