@@ -25,6 +25,8 @@ constexpr std::size_t kLargest = kSizeClasses[kNumClasses - 1];
 constexpr std::size_t kOverhead = 256;                     // what a message without bytes counts as
 constexpr std::size_t kMaxInFlight = std::size_t{4} << 20;  // per peer; enough for 100 Gbit/s and 300 us
 constexpr std::size_t kMaxNotes = 64;                      // a flood of refusals must not become one of memory
+// How long a rank that left on account of another one is not reported, so that the one at fault comes first.
+constexpr auto kGrace = std::chrono::milliseconds(300);
 constexpr auto kInterruptEvery = std::chrono::milliseconds(200);
 constexpr auto kLookEvery = std::chrono::milliseconds(5);
 
@@ -217,7 +219,7 @@ std::vector<int> UcxWire::flush(double timeout) {
 void UcxWire::poll() {
     if (is_closed_ || !mutex_.try_lock()) return;
     const Lock guard(mutex_, std::adopt_lock);
-    if (worker_ != nullptr && api_.worker_progress(worker_) > 0 && num_waiting_ > 0) served_.notify_all();
+    if (worker_ != nullptr && progress() > 0 && num_waiting_ > 0) served_.notify_all();
 }
 
 void UcxWire::close(double timeout) {
@@ -226,10 +228,14 @@ void UcxWire::close(double timeout) {
     std::exception_ptr interrupted;
     {
         Lock guard = lock();
+        int blamed = first_failed_;
+        for (int peer = 0; peer < num_ranks_ && blamed == kNobody; ++peer)
+            if (!board_->process_alive(peer)) blamed = peer;
         for (Link& link : links_) {
             if (link.rank == rank_ || link.is_down || link.endpoint == nullptr) continue;
             Header header = header_for(link, Kind::kGoodbye);
             header.offset = ++link.tickets;
+            header.region = blamed;
             header.num_signals = link.signals_sent;
             post(link, header, nullptr, 0);
         }
@@ -276,7 +282,7 @@ bool UcxWire::wait_until(Lock& guard, const std::function<bool()>& done, Clock::
     auto next_interrupt = Clock::now() + kInterruptEvery;
     for (;;) {
         if (done()) return true;
-        const bool is_served = worker_ != nullptr && api_.worker_progress(worker_) > 0;
+        const bool is_served = worker_ != nullptr && progress() > 0;
         const auto now = Clock::now();
         if (now >= deadline) return done();
         if (now >= next_interrupt && interrupt_) {
@@ -358,11 +364,38 @@ void UcxWire::post(Link& link, const Header& header, const void* source, std::si
     if (ucp::is_error(request)) fail(link, api_.status_string(ucp::status_of(request)));
 }
 
+unsigned UcxWire::progress() {
+    const unsigned served = api_.worker_progress(worker_);
+    if (num_lingering_ > 0)
+        for (Link& link : links_) tell_departure(link);
+    return served;
+}
+
 void UcxWire::fail(Link& link, const std::string& reason) {
     if (link.is_down) return;
     link.is_down = true;
+    if (first_failed_ == kNobody) first_failed_ = link.rank;
     board_->mark_departed(link.rank);
     note("the connection to rank " + std::to_string(link.rank) + " has failed: " + reason);
+}
+
+// The peer has said goodbye. When a rank dies, its peers notice one after the other, and leave: who hears of the leaving
+// first would report the wrong rank.
+void UcxWire::take_leave(Link& link, int blamed) {
+    link.is_down = true;
+    const bool is_peer = blamed >= 0 && blamed < num_ranks_ && blamed != rank_ && blamed != link.rank;
+    link.blamed = is_peer ? blamed : kNobody;
+    link.departs_at = Clock::now() + kGrace;
+    if (is_peer) ++num_lingering_;
+    if (!is_peer) board_->mark_departed(link.rank);
+}
+
+void UcxWire::tell_departure(Link& link) {
+    if (link.blamed == kNobody) return;
+    if (can_send(links_[link.blamed]) && Clock::now() < link.departs_at) return;
+    link.blamed = kNobody;
+    --num_lingering_;
+    board_->mark_departed(link.rank);
 }
 
 void UcxWire::note(const std::string& text) {
@@ -376,7 +409,7 @@ void UcxWire::serve() {
     while (!is_stopping_) {
         unsigned served = 0;
         for (int i = 0; i < 64 && num_wanting_ == 0; ++i) {
-            const unsigned now = api_.worker_progress(worker_);
+            const unsigned now = progress();
             served += now;
             if (now == 0) break;
         }
@@ -392,10 +425,11 @@ void UcxWire::serve() {
             continue;
         }
         is_asleep_ = true;
+        const int num_lingering = num_lingering_;
         guard.unlock();
         pollfd entries[] = {{event_fd_, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
         // Now and then without an event: UCX looks after its own timers only when it is called.
-        ::poll(entries, 2, status == ucp::kOk ? 1000 : 1);
+        ::poll(entries, 2, status != ucp::kOk ? 1 : num_lingering > 0 ? 10 : 1000);
         eventfd_t ignored = 0;
         eventfd_read(wake_fd_, &ignored);
         guard.lock();
@@ -508,10 +542,7 @@ bool UcxWire::apply(Link& link, const Header& header) {
     Header answer = header_for(link, Kind::kAnswer);
     answer.offset = header.offset;
     post(link, answer, nullptr, 0);
-    if (header.kind == Kind::kGoodbye) {
-        link.is_down = true;
-        board_->mark_departed(link.rank);
-    }
+    if (header.kind == Kind::kGoodbye) take_leave(link, header.region);
     return true;
 }
 

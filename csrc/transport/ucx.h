@@ -64,6 +64,7 @@ class UcxWire {
     void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
 
   private:
+    static constexpr int kNobody = -1;
     using Clock = std::chrono::steady_clock;
     using Lock = std::unique_lock<std::mutex>;
     enum class Kind : std::uint32_t { kHello = 1, kPut, kSignal, kFlush, kAnswer, kGoodbye };
@@ -71,7 +72,7 @@ class UcxWire {
         std::uint8_t secret[kSecretBytes];
         Kind kind;
         std::int32_t source;
-        std::int32_t region;
+        std::int32_t region;  // of a put; the rank that a goodbye blames, or kNobody
         std::int32_t slot;
         std::uint64_t offset;  // of a put; the ticket of a flush, a goodbye or an answer
         std::uint64_t n;       // 0: a put that signals nothing
@@ -85,6 +86,8 @@ class UcxWire {
         ucp::Endpoint endpoint = nullptr;
         bool has_greeted = false;
         bool is_down = false;  // failed, or the peer has said goodbye: nothing is sent any more
+        int blamed = kNobody;  // its goodbye is told to waiters only after the failure of that rank, or at departs_at
+        Clock::time_point departs_at;
         std::uint64_t puts_sent = 0, signals_sent = 0, tickets = 0, answered = 0;
         std::size_t bytes_in_flight = 0;
         std::uint64_t puts_received = 0, signals_received = 0;
@@ -110,7 +113,10 @@ class UcxWire {
     Send* take_send(std::size_t size_class);
     void give_back(Send* send);
     void post(Link& link, const Header& header, const void* source, std::size_t nbytes);
+    unsigned progress();
     void fail(Link& link, const std::string& reason);
+    void take_leave(Link& link, int blamed);
+    void tell_departure(Link& link);
     void note(const std::string& text);
     void serve();
     ucp::Status receive(const Header& header, void* data, std::size_t length, bool is_rendezvous);
@@ -148,6 +154,8 @@ class UcxWire {
     std::condition_variable served_;
     std::atomic<int> num_wanting_{0};  // who waits for the mutex; the serving thread lets them pass
     int num_waiting_ = 0;
+    int num_lingering_ = 0;  // links that blame somebody
+    int first_failed_ = kNobody;
     bool is_asleep_ = false;
     bool is_stopping_ = false;
     std::atomic<bool> is_closed_{false};
