@@ -107,14 +107,22 @@ def put_many(group):
 
 
 @needs_ucx
+@pytest.mark.parametrize("rendezvous_from", ["auto", "4000"])
 @pytest.mark.parametrize("large", [5000, 100_000, 3 * MIB])
-def test_a_signal_never_overtakes_a_large_put_and_a_small_one(large):
-    run(alternate, 2, large, 40)
+def test_a_signal_never_overtakes_a_large_put_and_a_small_one(large, rendezvous_from):
+    run(alternate, 2, large, rendezvous_from, 40)
 
 
-def alternate(group, large, num_rounds):
-    """Each round: poison my memory, say so, send the other a large put, a small one and the signal."""
-    transport = open_transport(group)
+def alternate(group, large, rendezvous_from, num_rounds):
+    """Each round: poison my memory, say so, send the other a large put, a small one and the signal.
+
+    A large message that is fetched by its receiver (rendezvous) comes after small ones that were sent later.
+    """
+    os.environ["UCX_RNDV_THRESH"] = rendezvous_from
+    try:
+        transport = open_transport(group)
+    finally:
+        del os.environ["UCX_RNDV_THRESH"]
     region = transport.allocate(large + 16)
     other = 1 - group.rank
     for number in range(1, num_rounds + 1):

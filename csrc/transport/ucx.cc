@@ -76,10 +76,15 @@ UcxWire::UcxWire(const std::string& library, int rank, int num_ranks, std::share
     check(api_.worker_set_am_recv_handler(worker_, &handler), "ucp_worker_set_am_recv_handler");
     check(api_.worker_get_efd(worker_, &event_fd_), "ucp_worker_get_efd");
     ucp::WorkerAttr attr{};
-    attr.field_mask = ucp::kWorkerAttrAddress;
+    attr.field_mask = ucp::kWorkerAttrAddress | ucp::kWorkerAttrMaxHeader;
     check(api_.worker_query(worker_, &attr), "ucp_worker_query");
     address_.assign(static_cast<const char*>(attr.address), attr.address_length);
     api_.worker_release_address(worker_, attr.address);
+    if (attr.max_am_header < sizeof(Header)) {
+        release();
+        throw std::runtime_error("the network that UCX found carries headers of " + std::to_string(attr.max_am_header) +
+                                 " bytes only");
+    }
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) {
         const int error = errno;
