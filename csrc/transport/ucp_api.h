@@ -2,7 +2,7 @@
 //
 // UCX may be absent, at build time and at run time, so its headers are not needed: what is declared here is its binary
 // interface since version 1.15. Every structure of it begins with a mask of the fields that are filled in, so later
-// versions only append. tests/native/abi/ucp_abi.cc compares each size, offset and constant with the real headers.
+// versions only append. tests/native/ucp_abi.cc compares each size, offset and constant with the real headers.
 #pragma once
 
 #include <sys/socket.h>

@@ -29,6 +29,8 @@ namespace moecomm {
 class UcxWire {
   public:
     static constexpr std::size_t kSecretBytes = 16;
+    static constexpr std::size_t kLargestPiece = std::size_t{256} << 10;  // puts are sent in pieces of that many bytes
+    static constexpr std::size_t kNumSizeClasses = 3;                     // of the copies that they are sent from
 
     // library: path or name of libucp. board: where the peers' signals are counted; its lanes are only written here.
     UcxWire(const std::string& library, int rank, int num_ranks, std::shared_ptr<SignalBoard> board);
@@ -46,8 +48,8 @@ class UcxWire {
 
     // My part of a region.
     void set_region(int index, std::shared_ptr<Mapping> mapping);
-    // Sends bytes to a place in the peer's part of a region; the memory may change when this returns. Nothing is sent to
-    // a peer that has gone. With n > 0 the peer's counter grows by n afterwards. False: the peer takes nothing in.
+    // Sends bytes to a place in the peer's part of a region; the memory may change when this returns. Nothing is sent
+    // to a peer that has gone. With n > 0 the peer's counter grows by n afterwards. False: the peer takes nothing in.
     bool put(int peer, int region, std::uint64_t offset, const void* source, std::size_t nbytes, int slot,
              std::uint64_t n, double timeout);
     // Adds n to lane (slot, me) of the peer's board, after all my earlier puts to it.
@@ -64,6 +66,7 @@ class UcxWire {
     void set_interrupt(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
 
   private:
+    static constexpr unsigned kMessageId = 0;
     static constexpr int kNobody = -1;
     using Clock = std::chrono::steady_clock;
     using Lock = std::unique_lock<std::mutex>;
@@ -74,8 +77,8 @@ class UcxWire {
         std::int32_t source;
         std::int32_t region;  // of a put; the rank that a goodbye blames, or kNobody
         std::int32_t slot;
-        std::uint64_t offset;  // of a put; the ticket of a flush, a goodbye or an answer
-        std::uint64_t n;       // 0: a put that signals nothing
+        std::uint64_t offset;    // of a put; the ticket of a flush, a goodbye or an answer
+        std::uint64_t n;         // 0: a put that signals nothing
         std::uint64_t num_puts;  // that were sent before
         std::uint64_t num_signals;
     };

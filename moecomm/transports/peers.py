@@ -33,8 +33,8 @@ class Peer:
         hostname: for messages.
         device_type: torch device type of the tensors it will pass.
         in_process: the group consists of threads of one process.
-        ucx_problem: why UCX cannot be used in this process, a sentence; empty if it can, or if nobody has looked
-            because the group lives on one host.
+        ucx_problem: the sentence why UCX cannot be used in this process; empty if it can, or if nobody has looked
+            because the ranks share a host.
     """
 
     rank: int

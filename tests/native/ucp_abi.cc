@@ -8,7 +8,7 @@
 namespace ucp = moecomm::ucp;
 
 // A structure may have grown at its end: the mask of fields tells UCX which ones it was given.
-#define SAME_FIELD(ours, our_field, theirs, their_field)                                                     \
+#define SAME_FIELD(ours, our_field, theirs, their_field)                                                      \
     static_assert(offsetof(ucp::ours, our_field) == offsetof(theirs, their_field), #theirs "." #their_field); \
     static_assert(sizeof(ucp::ours::our_field) == sizeof(theirs::their_field), #theirs "." #their_field)
 #define SAME_VALUE(ours, theirs) static_assert(static_cast<long>(ucp::ours) == static_cast<long>(theirs), #theirs)
