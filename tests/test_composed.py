@@ -1,4 +1,6 @@
-"""Ranks on several hosts: shared memory inside each, UCX between them; the whole contract, even and uneven grids."""
+"""Ranks on several hosts: which transport is taken for whom, and who is named when one is lost. The contract is held in
+test_contracts.py.
+"""
 
 import os
 import signal
@@ -7,23 +9,13 @@ from datetime import timedelta
 
 import pytest
 import torch
-from host_worlds import HostsWorld, OnHosts, why_not_ucx
+from host_worlds import OnHosts, why_not_ucx
 
 import moecomm
 from moecomm.errors import PeerLost
 from moecomm.testing import launch
-from moecomm.testing.contracts import algorithm, low_latency, transport
 
 pytestmark = pytest.mark.skipif(bool(why_not_ucx()), reason=f"no UCX: {why_not_ucx()}")
-
-GRIDS = [HostsWorld("processes", "shm+ucx", rank_counts=(2, 3, 4), per_host=2)]
-CHECKS = [*transport.CHECKS, *algorithm.CHECKS, *low_latency.CHECKS]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.__module__.rpartition('.')[2]}-{check.__name__}")
-@pytest.mark.parametrize("world", GRIDS, ids=str)
-def test_contract(world, check):
-    check(world)
 
 
 def who_is_far(group, name):
