@@ -46,7 +46,7 @@ setup(
             cxx_std=17,
             # No contraction of a*b+c into one rounding: every instruction set must give the same bits.
             extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"],
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", "-ldl"],
         )
     ],
 )

@@ -6,6 +6,7 @@ void bind_cpu(pybind11::module_& m);
 void bind_eager(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
 void bind_sync(pybind11::module_& m);
+void bind_ucx(pybind11::module_& m);
 }  // namespace moecomm
 
 PYBIND11_MODULE(_C, m) {
@@ -14,4 +15,5 @@ PYBIND11_MODULE(_C, m) {
     moecomm::bind_eager(m);
     moecomm::bind_memory(m);
     moecomm::bind_sync(m);
+    moecomm::bind_ucx(m);
 }

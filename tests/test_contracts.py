@@ -1,6 +1,7 @@
 """The shipped contracts, held against everything that is registered."""
 
 import pytest
+from host_worlds import HostsWorld
 
 from moecomm import _C
 from moecomm.algorithms.registry import exchange_names
@@ -8,10 +9,13 @@ from moecomm.codecs.registry import codec_names, make_codec
 from moecomm.kernels.registry import available_kernels, kernels_for
 from moecomm.testing.contracts import World, algorithm, codec, kernels, low_latency, transport
 from moecomm.transports.registry import transport_names
+from moecomm.transports.ucx_library import find_library
 
 WORLDS_OF = {
     "local": [World("threads", "local"), World("stepped", "local")],
     "shm": [World("processes", "shm")],
+    "shm+ucx": [HostsWorld("processes", "shm+ucx", rank_counts=(2, 3, 4), per_host=2)],
+    "ucx": [World("processes", "ucx", rank_counts=(1, 2, 3))],
 }
 TRANSPORT_WORLDS = [world for name in transport_names() for world in WORLDS_OF[name]]
 EXCHANGE_WORLDS = [*TRANSPORT_WORLDS, World("processes", "collective")]
@@ -21,27 +25,33 @@ def name_of(check):
     return check.__name__.removeprefix("check_")
 
 
+def run(check, world):
+    if "ucx" in world.transport and find_library().problem:
+        pytest.skip(find_library().problem)
+    check(world)
+
+
 def test_every_transport_is_held_to_the_contract():
     assert set(transport_names()) <= set(WORLDS_OF)
-    assert set(exchange_names()) == {"auto", *(world.transport for world in EXCHANGE_WORLDS)}
+    assert set(exchange_names()) == {"auto", "collective", *(world.transport for world in TRANSPORT_WORLDS)}
 
 
 @pytest.mark.parametrize("check", transport.CHECKS, ids=name_of)
 @pytest.mark.parametrize("world", TRANSPORT_WORLDS, ids=str)
 def test_transport(world, check):
-    check(world)
+    run(check, world)
 
 
 @pytest.mark.parametrize("check", algorithm.CHECKS, ids=name_of)
 @pytest.mark.parametrize("world", EXCHANGE_WORLDS, ids=str)
 def test_exchange(world, check):
-    check(world)
+    run(check, world)
 
 
 @pytest.mark.parametrize("check", low_latency.CHECKS, ids=name_of)
 @pytest.mark.parametrize("world", EXCHANGE_WORLDS, ids=str)
 def test_low_latency(world, check):
-    check(world)
+    run(check, world)
 
 
 @pytest.mark.parametrize("check", codec.CHECKS, ids=name_of)

@@ -89,6 +89,12 @@ void SignalBoard::signal(int peer, int slot, std::uint64_t n) {
     ring(peer);
 }
 
+void SignalBoard::deliver(int slot, int source, std::uint64_t n) {
+    MC_CHECK(source >= 0 && source < num_ranks_ && has_slot(slot), "deliver: out of range");
+    counter(rank_, slot, source).fetch_add(n, std::memory_order_seq_cst);
+    ring(rank_);
+}
+
 void SignalBoard::signal_all(int slot, std::uint64_t n) {
     for (int i = 1; i <= num_ranks_; ++i) signal((rank_ + i) % num_ranks_, slot, n);
 }
@@ -157,7 +163,7 @@ WaitStatus SignalBoard::wait(int slot, std::uint64_t at_least, std::int64_t time
         const std::int64_t spin_until = start + (spin_ns_ < timeout_ns ? spin_ns_ : timeout_ns);
         do {
             for (int i = 0; i < 32; ++i) {
-                relax();
+                poll_ ? poll_() : relax();
                 if (all_arrived(slot, at_least, start, late)) return WaitStatus::kReached;
             }
         } while (now_ns() < spin_until);

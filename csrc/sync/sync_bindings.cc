@@ -49,7 +49,8 @@ void bind_sync(py::module_& m) {
         }
         return py::make_tuple(static_cast<int>(state), columns);
     });
-    py::class_<SignalBoard>(m, "SignalBoard", "Counters by which ranks tell each other how far they are.")
+    py::class_<SignalBoard, std::shared_ptr<SignalBoard>>(m, "SignalBoard",
+                                                          "Counters by which ranks tell each other how far they are.")
         .def_static("board_bytes", &SignalBoard::board_bytes, py::arg("num_ranks"), py::arg("num_slots"))
         .def(py::init<int, int, std::vector<std::uint64_t>, const std::vector<int>&, std::int64_t,
                       std::vector<std::shared_ptr<Mapping>>>(),

@@ -21,6 +21,7 @@ OPTIONAL_PACKAGES = {
     "rich": ("tables, colours and progress bars on a terminal", "pip install 'moecomm[cli]'"),
     "matplotlib": ("the plots of moecomm bench and moecomm demo", "pip install 'moecomm[cli]'"),
     "psutil": ("the number of physical cores in moecomm info", "pip install 'moecomm[cli]'"),
+    "libucx-cu13": ("transport ucx, between hosts over TCP", "pip install 'moecomm[ucx]'"),
     "mpi4py": ("moecomm bench --against mpi", "pip install 'moecomm[bench]' (needs an MPI: apt install openmpi-bin)"),
 }
 # Environment variables of others that change what is measured or reached.
@@ -147,7 +148,7 @@ def _limits() -> dict[str, Any]:
 
 
 def _transports() -> list[dict[str, Any]]:
-    """Each transport in the order in which it is asked, and whom it reaches: two groups of two are imagined."""
+    """Each transport in the order in which it is asked, and whom it reaches: some groups of two are imagined."""
     import dataclasses
 
     from moecomm.groups import SoloGroup
@@ -160,6 +161,10 @@ def _transports() -> list[dict[str, Any]]:
         "processes of this host": [
             dataclasses.replace(me, in_process=False),
             dataclasses.replace(me, rank=1, in_process=False, pid=me.pid + 1, process="another"),
+        ],
+        "other hosts": [
+            dataclasses.replace(me, in_process=False),
+            dataclasses.replace(me, rank=1, in_process=False, process="another", host="another", hostname="another"),
         ],
     }
     found = []

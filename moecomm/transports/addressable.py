@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import abc
 import ctypes
-import os
 from collections.abc import Sequence
 
 from moecomm import _C
-from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group
 from moecomm.transports.base import Region, Transport, WaitOutcome
 from moecomm.transports.peers import Peer
 
 __all__ = ["AddressableTransport"]
 
-# Long enough for a peer on another core to finish a microsecond's work, short against a scheduler's time slice.
-_SPIN_NS = 50_000
 _OUTCOMES = (WaitOutcome.REACHED, WaitOutcome.TIMEOUT, WaitOutcome.LOST)
 
 
@@ -42,27 +38,9 @@ class AddressableTransport(Transport):
     def _map(self, nbytes: int) -> list[_C.Mapping]:
         """Makes my part of a region and maps everybody's, by rank. Collective."""
 
-    def refused(self, nbytes: int, error: OSError) -> str:
-        """The sentence for memory that the system does not give."""
-        return f"rank {self.rank} cannot make {nbytes} bytes of memory: {error}."
-
-    def no_memory(self, reason: str) -> TransportUnavailable:
-        """What all ranks raise when one of them cannot make its part of a region."""
-        remedy = (
-            "Construct the Communicator with a smaller memory_limit or max_tokens_per_rank (each rank reserves several "
-            "times that as address space, which costs no memory), or raise the limit on address space (`ulimit -v`)."
-        )
-        return TransportUnavailable(f"transport {self.name!r}", reason, remedy)
-
     @abc.abstractmethod
     def _pids(self) -> list[int]:
         """Per rank the process whose end means that the rank is gone; 0 where it lives in this process."""
-
-    def _spin_ns(self) -> int:
-        """A waiting rank gives its core away at once when there are more ranks than cores."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        here = sum(peer.host == self.peers[self.rank].host for peer in self.peers)
-        return _SPIN_NS if here <= cores else 0
 
     def allocate(self, nbytes: int) -> Region:
         mappings = self._map(nbytes)

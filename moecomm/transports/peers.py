@@ -26,12 +26,15 @@ class Peer:
         rank: index in the group.
         pid: process id, as the process sees it.
         process: token that is unique to the process.
-        host: token that is unique to the running kernel (boot id), so equal names on different hosts do not mislead.
+        host: token that is unique to the running kernel (boot id), so equal names on different hosts do not mislead;
+            MOECOMM_HOST_ID overrides it, for containers of one machine that are to count as several hosts.
         pid_namespace: process ids mean the same within one.
         uid: user id.
         hostname: for messages.
         device_type: torch device type of the tensors it will pass.
         in_process: the group consists of threads of one process.
+        ucx_problem: the sentence why UCX cannot be used in this process; empty if it can, or if nobody has looked
+            because the ranks share a host.
     """
 
     rank: int
@@ -43,6 +46,7 @@ class Peer:
     hostname: str
     device_type: str
     in_process: bool
+    ucx_problem: str = ""
 
 
 def _process_token() -> str:
@@ -71,7 +75,7 @@ def my_identity(group: Group, device_type: str = "cpu") -> Peer:
         rank=group.rank,
         pid=os.getpid(),
         process=_process_token(),
-        host=_read("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
+        host=os.environ.get("MOECOMM_HOST_ID") or _read("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
         pid_namespace=pid_namespace,
         uid=os.getuid(),
         hostname=socket.gethostname(),
@@ -82,5 +86,11 @@ def my_identity(group: Group, device_type: str = "cpu") -> Peer:
 
 def gather_peers(group: Group, device_type: str = "cpu") -> list[Peer]:
     """Every rank's identity, by rank. Collective."""
-    peers: list[Peer] = group.all_gather(my_identity(group, device_type))
+    me = my_identity(group, device_type)
+    peers: list[Peer] = group.all_gather(me)
+    if len({(peer.host, peer.pid_namespace, peer.uid) for peer in peers}) > 1:
+        # All must know who has UCX, to choose alike. Where shared memory reaches, it is not even loaded.
+        from moecomm.transports.ucx_library import find_library
+
+        peers = group.all_gather(dataclasses.replace(me, ucx_problem=find_library().problem))
     return peers

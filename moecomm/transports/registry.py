@@ -19,6 +19,8 @@ _log = logging.getLogger("moecomm.transports")
 _known: dict[str, str] = {
     "local": "moecomm.transports.local:LocalTransport",
     "shm": "moecomm.transports.shm:ShmTransport",
+    "shm+ucx": "moecomm.transports.composed:ComposedTransport",
+    "ucx": "moecomm.transports.ucx:UcxTransport",
 }
 
 

@@ -6,15 +6,14 @@ does not matter.
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Sequence
 
 from moecomm import _C
-from moecomm.errors import TransportUnavailable
 from moecomm.transports.addressable import AddressableTransport
 from moecomm.transports.base import Capabilities
 from moecomm.transports.peers import Peer
+from moecomm.transports.shared_memory import map_shared
 
 __all__ = ["ShmTransport"]
 
@@ -27,10 +26,11 @@ class ShmTransport(AddressableTransport):
 
     @classmethod
     def probe(cls, me: Peer, peers: Sequence[Peer]) -> list[str | None]:
-        return [cls._refusal(me, peer) for peer in peers]
+        return [cls.refusal(me, peer) for peer in peers]
 
     @staticmethod
-    def _refusal(me: Peer, peer: Peer) -> str | None:
+    def refusal(me: Peer, peer: Peer) -> str | None:
+        """The sentence why one rank cannot open another one's memory, or None."""
         who = f"rank {peer.rank} (pid {peer.pid} on {peer.hostname})"
         if not sys.platform.startswith("linux"):
             return f"shared memory without a name (memfd) needs Linux, this is {sys.platform}."
@@ -49,30 +49,8 @@ class ShmTransport(AddressableTransport):
         return "Run all ranks as processes of one user, on one host and in one container, on Linux."
 
     def _map(self, nbytes: int) -> list[_C.Mapping]:
-        own, no_memory = None, ""
-        try:
-            own = _C.Mapping.create_shared("moecomm", nbytes)
-        except OSError as error:
-            no_memory = self.refused(nbytes, error)
-        offers = self.group.all_gather((no_memory, own.fd if own else -1))
-        no_memory = next((text for text, _ in offers if text), "")
-        if own is None or no_memory:
-            raise self.no_memory(no_memory)
-        mappings, problem, no_memory = [], "", ""
-        for rank, (_, fd) in enumerate(offers):
-            try:
-                pid = self.peers[rank].pid
-                mappings.append(own if rank == self.rank else _C.Mapping.open_peer(pid, fd, nbytes))
-            except OSError as error:
-                no_memory = self.refused(nbytes, error) if error.errno == errno.ENOMEM else no_memory
-                problem = f"rank {self.rank} cannot map the memory of rank {rank}: {error}."
-                break
-        # Nobody lets go of the descriptor before everybody has opened it, and all succeed or all refuse.
-        outcomes = [outcome for outcome in self.group.all_gather((problem, no_memory)) if outcome[0]]
-        own.close_fd()
-        for problem, no_memory in outcomes:
-            raise self.no_memory(no_memory) if no_memory else TransportUnavailable(self.name, problem, self.remedy())
-        return mappings
+        mappings = map_shared(self, nbytes, range(self.num_ranks))
+        return [mapping for mapping in mappings if mapping is not None]
 
     def _pids(self) -> list[int]:
         return [0 if peer.rank == self.rank else peer.pid for peer in self.peers]

@@ -1,0 +1,284 @@
+#include "transport/ucx.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "check.h"
+
+namespace moecomm {
+namespace {
+
+std::chrono::steady_clock::time_point after(double seconds) {
+    const auto duration = std::chrono::duration<double>(std::min(seconds, 1e6));
+    return std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(duration);
+}
+
+}  // namespace
+
+UcxWire::UcxWire(const std::string& library, int rank, int num_ranks, std::shared_ptr<SignalBoard> board)
+    : api_(ucp::load(library)),
+      rank_(rank),
+      num_ranks_(num_ranks),
+      owner_(getpid()),
+      board_(std::move(board)),
+      links_(static_cast<std::size_t>(std::max(num_ranks, 0))),
+      idle_sends_(kNumSizeClasses) {
+    MC_CHECK(rank >= 0 && rank < num_ranks, "UcxWire: rank out of range");
+    for (int peer = 0; peer < num_ranks; ++peer) {
+        links_[peer].wire = this;
+        links_[peer].rank = peer;
+    }
+    const auto check = [this](ucp::Status status, const char* what) {
+        if (status == ucp::kOk) return;
+        const std::string reason = std::string(what) + ": " + api_.status_string(status);
+        release();
+        throw std::runtime_error(reason);
+    };
+    ucp::Params params{};
+    params.field_mask = ucp::kParamsFeatures | ucp::kParamsNumEndpoints;
+    params.features = ucp::kFeatureActiveMessages | ucp::kFeatureWakeup;
+    params.estimated_num_eps = static_cast<std::size_t>(num_ranks);
+    check(api_.init_version(ucp::kApiMajor, ucp::kApiMinor, &params, nullptr, &context_), "ucp_init");
+    ucp::WorkerParams worker_params{};
+    worker_params.field_mask = ucp::kWorkerThreadMode;
+    worker_params.thread_mode = ucp::kThreadModeSerialized;
+    check(api_.worker_create(context_, &worker_params, &worker_), "ucp_worker_create");
+    ucp::HandlerParam handler{};
+    handler.field_mask = ucp::kHandlerId | ucp::kHandlerFlags | ucp::kHandlerCallback | ucp::kHandlerArg;
+    handler.id = kMessageId;
+    handler.flags = ucp::kHandlerWholeMessage;
+    handler.callback = &UcxWire::on_message;
+    handler.arg = this;
+    check(api_.worker_set_am_recv_handler(worker_, &handler), "ucp_worker_set_am_recv_handler");
+    check(api_.worker_get_efd(worker_, &event_fd_), "ucp_worker_get_efd");
+    ucp::WorkerAttr attr{};
+    attr.field_mask = ucp::kWorkerAttrAddress | ucp::kWorkerAttrMaxHeader;
+    check(api_.worker_query(worker_, &attr), "ucp_worker_query");
+    address_.assign(static_cast<const char*>(attr.address), attr.address_length);
+    api_.worker_release_address(worker_, attr.address);
+    if (attr.max_am_header < sizeof(Header)) {
+        release();
+        throw std::runtime_error("the network that UCX found carries headers of " + std::to_string(attr.max_am_header) +
+                                 " bytes only");
+    }
+    wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (wake_fd_ < 0) {
+        const int error = errno;
+        release();
+        throw std::system_error(error, std::generic_category(), "eventfd");
+    }
+}
+
+UcxWire::~UcxWire() {
+    interrupt_ = nullptr;
+    close(0.0);
+    board_->set_poll(nullptr);
+}
+
+std::string UcxWire::address() const { return address_; }
+
+void UcxWire::connect(const std::vector<std::string>& addresses, const std::string& secret) {
+    MC_CHECK(static_cast<int>(addresses.size()) == num_ranks_, "UcxWire: one address per rank");
+    MC_CHECK(secret.size() == kSecretBytes && thread_ == nullptr && !is_closed_, "UcxWire: secret or order of calls");
+    const Lock guard = lock();
+    std::memcpy(secret_, secret.data(), kSecretBytes);
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+        if (peer == rank_) continue;
+        Link& link = links_[peer];
+        ucp::EndpointParams params{};
+        params.field_mask = ucp::kEndpointRemoteAddress | ucp::kEndpointErrorMode | ucp::kEndpointErrorHandler;
+        params.address = addresses[peer].data();
+        params.err_mode = ucp::kErrorModePeer;
+        params.err_handler = {&UcxWire::on_error, &link};
+        const ucp::Status status = api_.ep_create(worker_, &params, &link.endpoint);
+        if (status != ucp::kOk) {
+            link.endpoint = nullptr;
+            fail(link, api_.status_string(status));
+            continue;
+        }
+        post(link, header_for(link, Kind::kHello), nullptr, 0);
+    }
+    board_->set_poll([this] { poll(); });
+    thread_ = new std::thread(&UcxWire::serve, this);
+}
+
+std::vector<int> UcxWire::greeted(double timeout) {
+    Lock guard = lock();
+    std::vector<int> silent;
+    wait_until(
+        guard,
+        [&] {
+            silent.clear();
+            for (const Link& link : links_)
+                if (link.rank != rank_ && !link.has_greeted) silent.push_back(link.rank);
+            return std::all_of(silent.begin(), silent.end(), [&](int peer) { return links_[peer].is_down; });
+        },
+        after(timeout));
+    return silent;
+}
+
+void UcxWire::set_region(int index, std::shared_ptr<Mapping> mapping) {
+    const Lock guard = lock();
+    MC_CHECK(index >= 0 && index <= static_cast<int>(regions_.size()), "set_region: index out of range");
+    if (index == static_cast<int>(regions_.size())) regions_.emplace_back();
+    regions_[index] = std::move(mapping);
+}
+
+bool UcxWire::put(int peer, int region, std::uint64_t offset, const void* source, std::size_t nbytes, int slot,
+                  std::uint64_t n, double timeout) {
+    MC_CHECK(peer >= 0 && peer < num_ranks_ && !is_closed_, "put: peer out of range, or the transport is closed");
+    Lock guard = lock();
+    MC_CHECK(region >= 0 && region < static_cast<int>(regions_.size()), "put: no such region");
+    const Mapping& mine = *regions_[region];
+    MC_CHECK(nbytes <= mine.nbytes() && offset <= mine.nbytes() - nbytes, "put: outside the region");
+    if (peer == rank_) {
+        guard.unlock();
+        std::memcpy(reinterpret_cast<char*>(mine.address()) + offset, source, nbytes);
+        if (n > 0) board_->deliver(slot, rank_, n);
+        return true;
+    }
+    Link& link = links_[peer];
+    const auto deadline = after(timeout);
+    const char* from = static_cast<const char*>(source);
+    for (std::size_t sent = 0; sent < nbytes || (sent == 0 && n > 0);) {
+        const std::size_t piece = std::min(nbytes - sent, kLargestPiece);
+        const bool is_last = sent + piece == nbytes;
+        if (!make_room(guard, link, piece, deadline)) return link.is_down;
+        Header header = header_for(link, piece > 0 ? Kind::kPut : Kind::kSignal);
+        if (piece > 0) header.num_puts = ++link.puts_sent;
+        header.region = region;
+        header.offset = offset + sent;
+        header.slot = slot;
+        header.n = is_last ? n : 0;
+        if (header.n > 0) ++link.signals_sent;
+        post(link, header, from + sent, piece);
+        sent += piece;
+        if (is_last) break;
+    }
+    return true;
+}
+
+bool UcxWire::signal(int peer, int slot, std::uint64_t n, double timeout) {
+    MC_CHECK(peer >= 0 && peer < num_ranks_ && !is_closed_, "signal: peer out of range, or the transport is closed");
+    if (n == 0) return true;
+    if (peer == rank_) {
+        board_->deliver(slot, rank_, n);
+        return true;
+    }
+    Lock guard = lock();
+    Link& link = links_[peer];
+    if (!make_room(guard, link, 0, after(timeout))) return link.is_down;
+    Header header = header_for(link, Kind::kSignal);
+    header.slot = slot;
+    header.n = n;
+    ++link.signals_sent;
+    post(link, header, nullptr, 0);
+    return true;
+}
+
+std::vector<int> UcxWire::flush(double timeout) {
+    Lock guard = lock();
+    for (Link& link : links_) {
+        if (link.rank == rank_ || link.is_down || link.puts_sent == 0) continue;
+        Header header = header_for(link, Kind::kFlush);
+        header.offset = ++link.tickets;
+        post(link, header, nullptr, 0);
+    }
+    std::vector<int> late;
+    wait_until(
+        guard,
+        [&] {
+            late.clear();
+            for (const Link& link : links_)
+                if (link.answered < link.tickets && can_send(link)) late.push_back(link.rank);
+            return late.empty();
+        },
+        after(timeout));
+    return late;
+}
+
+void UcxWire::poll() {
+    if (is_closed_ || !mutex_.try_lock()) return;
+    const Lock guard(mutex_, std::adopt_lock);
+    if (worker_ != nullptr && progress() > 0 && num_waiting_ > 0) served_.notify_all();
+}
+
+void UcxWire::close(double timeout) {
+    // A forked child has neither the thread nor a right to the connections.
+    if (getpid() != owner_ || is_closed_.exchange(true)) return;
+    std::exception_ptr interrupted;
+    {
+        Lock guard = lock();
+        int blamed = first_failed_;
+        for (int peer = 0; peer < num_ranks_ && blamed == kNobody; ++peer)
+            if (!board_->process_alive(peer)) blamed = peer;
+        for (Link& link : links_) {
+            if (link.rank == rank_ || link.is_down || link.endpoint == nullptr) continue;
+            Header header = header_for(link, Kind::kGoodbye);
+            header.offset = ++link.tickets;
+            header.region = blamed;
+            header.num_signals = link.signals_sent;
+            post(link, header, nullptr, 0);
+        }
+        const auto answered = [this] {
+            return std::all_of(links_.begin(), links_.end(),
+                               [this](const Link& link) { return link.answered == link.tickets || !can_send(link); });
+        };
+        try {
+            if (thread_ != nullptr) wait_until(guard, answered, after(timeout));
+        } catch (...) {
+            interrupted = std::current_exception();
+            if (!guard.owns_lock()) guard.lock();
+        }
+        for (Link& link : links_) link.is_down = true;
+        is_stopping_ = true;
+    }
+    if (thread_ != nullptr) {
+        eventfd_write(wake_fd_, 1);
+        thread_->join();
+        delete thread_;
+        thread_ = nullptr;
+    }
+    const Lock guard = lock();
+    release();
+    if (interrupted) std::rethrow_exception(interrupted);
+}
+
+std::vector<std::string> UcxWire::notes() {
+    const Lock guard = lock();
+    return std::exchange(notes_, {});
+}
+
+// -- the end ----------------------------------------------------------------------------------------------------------
+
+void UcxWire::close_endpoint(Link& link) {
+    if (link.endpoint == nullptr) return;
+    ucp::RequestParam param{};
+    param.op_attr_mask = ucp::kOpFlags;
+    param.flags = ucp::kCloseForce;
+    const ucp::Request request = api_.ep_close_nbx(std::exchange(link.endpoint, nullptr), &param);
+    if (!ucp::is_pending(request)) return;
+    const auto deadline = after(1.0);
+    while (api_.request_check_status(request) == ucp::kInProgress && Clock::now() < deadline)
+        api_.worker_progress(worker_);
+    api_.request_free(request);
+}
+
+void UcxWire::release() {
+    for (Link& link : links_) close_endpoint(link);
+    if (worker_ != nullptr) api_.worker_destroy(std::exchange(worker_, nullptr));
+    if (context_ != nullptr) api_.cleanup(std::exchange(context_, nullptr));
+    if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));
+    for (auto& idle : idle_sends_) idle.clear();
+    sends_.clear();
+    regions_.clear();
+}
+
+}  // namespace moecomm
