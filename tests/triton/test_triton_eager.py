@@ -62,10 +62,24 @@ def test_messages_and_blocks(world, hidden, num_topk, dtype, values):
 
 def test_duplicates_and_more_ids_than_one_program_looks_at():
     world = WORLDS["blocks"]
-    tokens = (40, 3, 70)
+    tokens = (40, 3, 150)
     inputs = inputs_of(world, tokens, 5, hidden=3, values=torch.float32, routing=with_duplicates)
     messages, _ = send(TRITON, world, inputs)
     got, want = pair_of(world, 1, inputs, kernels=TRITON, **grouped(world, tokens, 5, 8))
+    compare(got, want, got.receive(messages, inputs), want.receive(messages, inputs))
+
+
+def test_more_experts_and_ranks_than_one_program_compares():
+    world = World(blocks_of(70, 19), 19)
+    tokens = tuple(rank % 3 for rank in range(19))
+    inputs = inputs_of(world, tokens, 4, hidden=3, values=torch.float32)
+    messages, _ = send(REFERENCE, world, inputs)
+    mine = [Memory(messages[rank][7].num_bytes) for rank in range(19)]
+    arguments = (inputs.rows[7], inputs.ids[7], inputs.weights[7], world.expert_rank)
+    TRITON.send_eager(*arguments, [window.address for window in mine])
+    for rank in range(19):
+        assert_same_bits(mine[rank].whole, messages[rank][7].whole)
+    got, want = pair_of(world, 7, inputs, kernels=TRITON, **grouped(world, tokens, 4, 2))
     compare(got, want, got.receive(messages, inputs), want.receive(messages, inputs))
 
 

@@ -46,12 +46,14 @@ class _Block(NamedTuple):
         ends: by expert, behind the last one, padding included.
         spans: rows of mine that become zero, begin and end.
         used: what `used` becomes.
+        mine: my experts, by local index.
     """
 
     starts: list[int]
     ends: list[int]
     spans: list[tuple[int, int]]
     used: list[int]
+    mine: list[int]
 
 
 @final
@@ -113,13 +115,11 @@ class TritonEagerKernels:
             _zero(values, form.value_bytes, block.spans, device)
 
         used[: len(block.used)] = torch.tensor(block.used)
-        mine = [e for e, rank in enumerate(home.expert_rank.tolist()) if rank == home.rank]
-        mine.sort(key=home.expert_local.tolist().__getitem__)
-        arrived = torch.tensor([totals[e] for e in mine], dtype=torch.int32, device=device)
+        arrived = torch.tensor([totals[e] for e in block.mine], dtype=torch.int32, device=device)
         home.tokens_per_expert.add_(arrived)
         offsets = None
         if not form.capacity:
-            offsets = torch.tensor([block.ends[e] for e in mine], dtype=torch.int32, device=device)
+            offsets = torch.tensor([block.ends[e] for e in block.mine], dtype=torch.int32, device=device)
         return Sorted(counts, routes[begins[home.rank] : begins[home.rank + 1]].clone(), arrived, offsets)
 
     def copy_expert_rows(
@@ -150,6 +150,7 @@ def _place(totals: list[int], home: Home, form: Form, used: list[int]) -> _Block
         Overflow: as `receive_eager`.
     """
     starts, ends, spans, new_used = [], [], [], list(used)
+    mine = [0] * home.tokens_per_expert.numel()
     filled: dict[int, int] = {}
     end_of_mine = 0
     experts = zip(totals, home.expert_rank.tolist(), home.expert_local.tolist(), strict=True)
@@ -168,6 +169,7 @@ def _place(totals: list[int], home: Home, form: Form, used: list[int]) -> _Block
         starts.append(start)
         ends.append(end)
         if rank == home.rank:
+            mine[local] = expert
             spans.append((start + total, start + used[local] if form.capacity else end))
             if form.capacity:
                 new_used[local] = total
@@ -175,7 +177,7 @@ def _place(totals: list[int], home: Home, form: Form, used: list[int]) -> _Block
     if not form.capacity:
         spans.append((end_of_mine, used[0]))
         new_used[0] = end_of_mine
-    return _Block(starts, ends, [(begin, end) for begin, end in spans if begin < end], new_used)
+    return _Block(starts, ends, [(begin, end) for begin, end in spans if begin < end], new_used, mine)
 
 
 def _places(addresses: list[int], numbers: Sequence[int], row_bytes: int, device: torch.device) -> tuple[Tensor, int]:
