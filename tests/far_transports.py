@@ -4,12 +4,9 @@ import ctypes
 
 from moecomm.transports.base import Capabilities
 from moecomm.transports.local import LocalTransport
-from moecomm.transports.registry import register, transport_names
-from moecomm.transports.shm import ShmTransport
 
-_PATHS = {
+PATHS = {
     "far-local": "far_transports:FarLocalTransport",
-    "far-shm": "far_transports:FarShmTransport",
     "pairs-local": "far_transports:PairsLocalTransport",
 }
 
@@ -58,18 +55,8 @@ class FarLocalTransport(_Far, LocalTransport):
     capabilities = Capabilities(device_types=("cpu",), addressable=False)
 
 
-class FarShmTransport(_Far, ShmTransport):
-    name = "far-shm"
-    capabilities = Capabilities(device_types=("cpu",), addressable=False)
-
-
 class PairsLocalTransport(FarLocalTransport):
     """Two neighbours can address each other, as on hosts of two ranks."""
 
     name = "pairs-local"
     domain_size = 2
-
-
-for name, path in _PATHS.items():
-    if name not in transport_names():
-        register(name, path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from exchange_ranks import Batch, caught, in_one_thread, open_communicator
-from far_transports import FarLocalTransport
+from far_transports import PATHS, FarLocalTransport
 from interleavings import receive_all, run_in_turns
 
 from moecomm.algorithms.far_rows import FarRows
@@ -17,11 +17,19 @@ from moecomm.placement import Placement
 from moecomm.testing import launch
 from moecomm.testing.compare import assert_bitwise_equal
 from moecomm.testing.contracts import World, algorithm, low_latency
+from moecomm.transports import registry
 
 WORLDS = [
     World("stepped", "far-local", rank_counts=(1, 2, 3)),
     World("threads", "pairs-local", rank_counts=(2, 3, 5)),
 ]
+
+
+@pytest.fixture(autouse=True)
+def known_transports(monkeypatch):
+    """Registered for these tests alone: others look at all that are."""
+    for name, path in PATHS.items():
+        monkeypatch.setitem(registry._known, name, path)
 
 
 @pytest.mark.parametrize("check", [*algorithm.CHECKS, *low_latency.CHECKS], ids=lambda check: check.__name__)
