@@ -1,10 +1,11 @@
 """Ranks of several hosts: the transport's contract over real links, and what happens when links or hosts fail."""
 
 import ctypes
+import subprocess
 import time
 
 import pytest
-from multi_host import Hosts, begun, why_not
+from multi_host import PREFIX, Hosts, begun, ip, remove_leftovers, why_not
 
 from moecomm.testing.contracts import transport as contract
 from moecomm.transports.base import WaitOutcome
@@ -22,6 +23,17 @@ def hosts():
         pytest.skip(reason)
     with Hosts(2, "ucx") as made:
         yield made
+
+
+def test_namespaces_of_a_test_that_was_killed_are_removed(hosts):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    name = f"{PREFIX}-{ended.pid}-test-0"
+    ip("netns", "add", name)
+    remove_leftovers()
+    left = ip("netns", "list")
+    assert name not in left
+    assert hosts.namespace(0) in left
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import threading
 import warnings
 
 import pytest
@@ -133,6 +134,42 @@ def send_to_the_busy(group):
     group.all_gather(None)
     if group.rank == 1:
         assert ctypes.string_at(region.address, region.nbytes) == pattern(32 * MIB, 0)
+    group.all_gather(None)
+    transport.close()
+
+
+@needs_ucx
+def test_threads_of_a_rank_may_send_and_wait_at_once():
+    run(send_from_threads, 2)
+
+
+def send_from_threads(group):
+    """Each of four threads has a slot and a part of the region, and exchanges with its namesake on the other rank."""
+    num_threads, num_rounds, size = 4, 40, 30_000
+    transport = open_transport(group, num_slots=num_threads)
+    region = transport.allocate(2 * num_threads * size)
+    failures = []
+
+    def exchange(slot):
+        for number in range(1, num_rounds + 1):
+            offset = (2 * slot + number % 2) * size
+            data = bytes([number + slot]) * size
+            transport.put(region, offset, address_of(data), size, 1 - group.rank)
+            transport.signal_all(slot, 1)
+            if number % 10 == slot:
+                transport.flush()
+            outcome = transport.wait(slot, number, PATIENCE)
+            if outcome is not WaitOutcome.REACHED or ctypes.string_at(region.address + offset, size) != data:
+                failures.append((slot, number, outcome))
+                return
+
+    threads = [threading.Thread(target=exchange, args=(slot,)) for slot in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures
     group.all_gather(None)
     transport.close()
 

@@ -163,10 +163,11 @@ WaitStatus SignalBoard::wait(int slot, std::uint64_t at_least, std::int64_t time
         const std::int64_t spin_until = start + (spin_ns_ < timeout_ns ? spin_ns_ : timeout_ns);
         do {
             for (int i = 0; i < 32; ++i) {
-                poll_ ? poll_() : relax();
+                poll_ ? poll_(false) : relax();
                 if (all_arrived(slot, at_least, start, late)) return WaitStatus::kReached;
             }
         } while (now_ns() < spin_until);
+        if (poll_) poll_(true);
     }
     Header& mine = header(rank_);
     for (;;) {

@@ -34,8 +34,8 @@ class SignalBoard {
     // Adds n to lane (slot, source) of my board, for a source that cannot write to it by itself.
     void deliver(int slot, int source, std::uint64_t n);
     bool has_slot(int slot) const { return slot >= 0 && slot < num_slots_; }
-    // What a wait calls while it spins, in place of doing nothing.
-    void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
+    // What a wait calls while it spins, in place of doing nothing; with true when it stops and goes to sleep.
+    void set_poll(std::function<void(bool)> poll) { poll_ = std::move(poll); }
     // Signals every rank, those behind me first.
     void signal_all(int slot, std::uint64_t n);
     // Copies nbytes to every destination (0 = none), then signals every rank.
@@ -74,7 +74,7 @@ class SignalBoard {
     const std::vector<std::uint64_t> boards_;
     std::vector<PeerProcess> processes_;
     const std::int64_t spin_ns_;
-    std::function<void()> poll_;
+    std::function<void(bool)> poll_;
     std::vector<std::int64_t> waited_ns_;
     std::vector<std::int64_t> longest_wait_ns_;
     const std::vector<std::shared_ptr<Mapping>> mappings_;

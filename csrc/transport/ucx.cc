@@ -20,6 +20,8 @@ std::chrono::steady_clock::time_point after(double seconds) {
     return std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(duration);
 }
 
+std::int64_t now_ns() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 }  // namespace
 
 UcxWire::UcxWire(const std::string& library, int rank, int num_ranks, std::shared_ptr<SignalBoard> board)
@@ -105,7 +107,7 @@ void UcxWire::connect(const std::vector<std::string>& addresses, const std::stri
         }
         post(link, header_for(link, Kind::kHello), nullptr, 0);
     }
-    board_->set_poll([this] { poll(); });
+    board_->set_poll([this](bool is_last) { poll(is_last); });
     thread_ = new std::thread(&UcxWire::serve, this);
 }
 
@@ -204,9 +206,16 @@ std::vector<int> UcxWire::flush(double timeout) {
     return late;
 }
 
-void UcxWire::poll() {
-    if (is_closed_ || !mutex_.try_lock()) return;
+void UcxWire::poll(bool is_last) {
+    if (is_closed_) return;
+    if (is_last) {
+        const Lock guard = lock();
+        end_nap();
+        return;
+    }
+    if (!mutex_.try_lock()) return;
     const Lock guard(mutex_, std::adopt_lock);
+    polled_at_ = now_ns();
     if (worker_ != nullptr && progress() > 0 && num_waiting_ > 0) served_.notify_all();
 }
 

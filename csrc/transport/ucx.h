@@ -5,7 +5,8 @@
 // holds it back until they are all in. Flush and goodbye work alike.
 //
 // A thread sleeps on UCX's event descriptor and serves what arrives, so a peer's messages are taken in whatever this
-// rank is doing; a waiting rank serves itself. One mutex guards the worker and everything that callbacks change.
+// rank is doing; a waiting rank serves itself, and then the thread would only get in its way, so it naps. One mutex
+// guards the worker and everything that callbacks change.
 #pragma once
 
 #include <atomic>
@@ -56,8 +57,8 @@ class UcxWire {
     bool signal(int peer, int slot, std::uint64_t n, double timeout);
     // Waits until the peers have everything that was put; gives those that do not answer.
     std::vector<int> flush(double timeout);
-    // Serves what has arrived, unless somebody else is doing so.
-    void poll();
+    // Serves what has arrived, unless somebody else is doing so. Who has polled and stops says so.
+    void poll(bool is_last);
     // Says goodbye, waits at most `timeout` seconds for answers, and lets go of everything. Idempotent.
     void close(double timeout);
     // What should be logged, since the last call.
@@ -122,6 +123,8 @@ class UcxWire {
     void tell_departure(Link& link);
     void note(const std::string& text);
     void serve();
+    void sleep(Lock& lock, bool hears_events, int timeout_ms);
+    void end_nap();
     ucp::Status receive(const Header& header, void* data, std::size_t length, bool is_rendezvous);
     void put_arrived(Link& link, const Header& header);
     void settle(Link& link);
@@ -160,6 +163,8 @@ class UcxWire {
     int num_lingering_ = 0;  // links that blame somebody
     int first_failed_ = kNobody;
     bool is_asleep_ = false;
+    bool is_napping_ = false;
+    std::atomic<std::int64_t> polled_at_{0};  // in nanoseconds
     bool is_stopping_ = false;
     std::atomic<bool> is_closed_{false};
     std::thread* thread_ = nullptr;

@@ -19,6 +19,7 @@ constexpr std::size_t kMaxInFlight = std::size_t{4} << 20;  // per peer; enough 
 constexpr std::size_t kMaxNotes = 64;                       // a flood of refusals must not become one of memory
 // How long a rank that left on account of another one is not reported, so that the one at fault comes first.
 constexpr auto kGrace = std::chrono::milliseconds(300);
+constexpr auto kNap = std::chrono::milliseconds(1);
 constexpr auto kInterruptEvery = std::chrono::milliseconds(200);
 constexpr auto kLookEvery = std::chrono::milliseconds(5);
 
@@ -53,6 +54,7 @@ bool UcxWire::wait_until(Lock& guard, const std::function<bool()>& done, Clock::
             next_interrupt = now + kInterruptEvery;
         }
         if (is_served) continue;
+        end_nap();
         ++num_waiting_;
         served_.wait_for(guard, kLookEvery);
         --num_waiting_;
@@ -116,7 +118,7 @@ void UcxWire::post(Link& link, const Header& header, const void* source, std::si
                                                   send->bytes.get(), nbytes, &param);
     if (ucp::is_pending(request)) {
         // The sleeping thread has not armed the descriptor for the end of this one.
-        if (is_asleep_) eventfd_write(wake_fd_, 1);
+        if (is_asleep_ && !is_napping_) eventfd_write(wake_fd_, 1);
         return;
     }
     give_back(send);
@@ -173,6 +175,11 @@ void UcxWire::serve() {
             if (now == 0) break;
         }
         if (served > 0 && num_waiting_ > 0) served_.notify_all();
+        const std::int64_t now = std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
+        if (served == 0 && num_wanting_ == 0 && now - polled_at_ < std::chrono::nanoseconds(kNap).count()) {
+            sleep(guard, false, 1);
+            continue;
+        }
         ucp::Status status = ucp::kErrorBusy;
         if (served == 0 && num_wanting_ == 0) status = api_.worker_arm(worker_);
         if (status == ucp::kErrorBusy) {
@@ -183,17 +190,27 @@ void UcxWire::serve() {
             guard.lock();
             continue;
         }
-        is_asleep_ = true;
-        const int num_lingering = num_lingering_;
-        guard.unlock();
-        pollfd entries[] = {{event_fd_, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
         // Now and then without an event: UCX looks after its own timers only when it is called.
-        ::poll(entries, 2, status != ucp::kOk ? 1 : num_lingering > 0 ? 10 : 1000);
-        eventfd_t ignored = 0;
-        eventfd_read(wake_fd_, &ignored);
-        guard.lock();
-        is_asleep_ = false;
+        sleep(guard, true, status != ucp::kOk ? 1 : num_lingering_ > 0 ? 10 : 1000);
     }
+}
+
+// Without events it is a nap: somebody else serves, and would wake this thread with each message.
+void UcxWire::sleep(Lock& guard, bool hears_events, int timeout_ms) {
+    is_asleep_ = true;
+    is_napping_ = !hears_events;
+    guard.unlock();
+    pollfd entries[] = {{wake_fd_, POLLIN, 0}, {event_fd_, POLLIN, 0}};
+    ::poll(entries, hears_events ? 2 : 1, timeout_ms);
+    eventfd_t ignored = 0;
+    eventfd_read(wake_fd_, &ignored);
+    guard.lock();
+    is_asleep_ = is_napping_ = false;
+}
+
+void UcxWire::end_nap() {
+    polled_at_ = 0;
+    if (is_napping_) eventfd_write(wake_fd_, 1);
 }
 
 ucp::Status UcxWire::on_message(void* arg, const void* header, std::size_t header_length, void* data,
