@@ -73,17 +73,19 @@ class Hosts:
     """Some hosts and their links; also a world that contract checks can be run on. A context manager.
 
     Arguments:
-        num_hosts: one rank lives on each.
+        num_hosts: how many.
+        ranks_per_host: how many ranks live on each; one by default.
         transport: what checks are given as the transport's name.
     """
 
     backend = "processes"
 
-    def __init__(self, num_hosts, transport):
+    def __init__(self, num_hosts, transport, ranks_per_host=None):
         self.num_hosts = num_hosts
         self.transport = transport
-        self.rank_counts = (num_hosts,)
-        self.several = num_hosts
+        self.host_of = [host for host, count in enumerate(ranks_per_host or [1] * num_hosts) for _ in range(count)]
+        self.rank_counts = (len(self.host_of),)
+        self.several = len(self.host_of)
         self._tag = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(2)}"
         self._switch = f"{self._tag}-switch"
         self._made = []
@@ -139,7 +141,7 @@ class Hosts:
 
         `meanwhile()` is called here when all ranks have called `begun()`. After a failure the ranks are replaced.
         """
-        assert num_ranks == self.num_hosts, f"one rank per host: {num_ranks} ranks, {self.num_hosts} hosts"
+        assert num_ranks == len(self.host_of), f"{num_ranks} ranks, but the hosts have {len(self.host_of)}"
         if not self._workers:
             self._start()
         for worker in self._workers:
@@ -159,7 +161,7 @@ class Hosts:
 
     def _start(self):
         try:
-            self._workers = [Worker(self, rank) for rank in range(self.num_hosts)]
+            self._workers = [Worker(self, rank) for rank in range(len(self.host_of))]
             for worker in self._workers:
                 assert worker.answer(START_TIMEOUT) == READY
         except BaseException:
@@ -182,16 +184,16 @@ class Worker:
             environment = {
                 **os.environ,
                 "RANK": str(rank),
-                "WORLD_SIZE": str(hosts.num_hosts),
+                "WORLD_SIZE": str(len(hosts.host_of)),
                 "MASTER_ADDR": hosts.address(0),
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": "eth0",
-                "MOECOMM_HOST_ID": hosts.namespace(rank),
+                "MOECOMM_HOST_ID": hosts.namespace(hosts.host_of[rank]),
                 "UCX_TLS": "tcp",
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             }
             program = f"import multi_host; multi_host.work({theirs.fileno()})"
-            command = ["ip", "netns", "exec", hosts.namespace(rank), sys.executable, "-c", program]
+            command = ["ip", "netns", "exec", hosts.namespace(hosts.host_of[rank]), sys.executable, "-c", program]
             self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         self.channel = multiprocessing.connection.Connection(mine.detach())
 
