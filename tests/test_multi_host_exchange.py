@@ -1,5 +1,5 @@
-"""Whole exchanges between hosts over real links: the same bits as `collective`, in both modes, on even and uneven grids;
-what crosses the wire; a rank that is lost.
+"""Whole exchanges between hosts over real links: the same bits as `collective`, both modes, even and uneven grids; what
+crosses the wire; a rank that is lost.
 """
 
 import os
