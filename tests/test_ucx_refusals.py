@@ -14,7 +14,7 @@ from ucx_ranks import MIB, PATIENCE, address_of, needs_ucx, open_transport, run,
 from moecomm import _C
 from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group, LocalHub, SoloGroup
-from moecomm.transports import ucx, ucx_library
+from moecomm.transports import composed, ucx, ucx_library
 from moecomm.transports.composed import ComposedTransport
 from moecomm.transports.peers import gather_peers, my_identity
 from moecomm.transports.registry import choose
@@ -179,3 +179,10 @@ def test_the_declarations_are_those_of_the_library(tmp_path):
     command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{root / 'csrc'}", f"-I{include}", str(source)]
     compiled = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert compiled.returncode == 0, compiled.stderr
+
+
+def test_neighbours_need_ucx_as_well_where_it_is_to_carry_bytes(monkeypatch):
+    """Each rank has a wire, so without UCX `shm+ucx` is refused, also where all ranks share their memory."""
+    monkeypatch.setattr(composed, "find_library", lambda: UcxLibrary(problem="there is none."))
+    peers = [peer for peer in two_hosts() if peer.rank == 0]
+    assert ComposedTransport.probe(peers[0], peers) == ["there is none."]

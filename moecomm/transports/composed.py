@@ -16,6 +16,7 @@ from moecomm.transports.peers import Peer
 from moecomm.transports.shared_memory import map_shared
 from moecomm.transports.shm import ShmTransport
 from moecomm.transports.ucx import UcxTransport
+from moecomm.transports.ucx_library import find_library
 
 __all__ = ["ComposedTransport"]
 
@@ -33,7 +34,9 @@ class ComposedTransport(UcxTransport):
     @classmethod
     def probe(cls, me: Peer, peers: Sequence[Peer]) -> list[str | None]:
         over_wire = super().probe(me, peers)
-        return [None if _is_near(me, peer) else reason for peer, reason in zip(peers, over_wire, strict=True)]
+        # Neighbours need no wire between them, but each rank has one.
+        missing = find_library().problem or None
+        return [missing if _is_near(me, peer) else reason for peer, reason in zip(peers, over_wire, strict=True)]
 
     def _make_board(self) -> _C.SignalBoard:
         """Counters in shared memory. Of far ranks' boards only the heads are here, which say that a rank has gone."""

@@ -36,7 +36,7 @@ SLAB = [["multiply_rows_kernel", "plain"]]
 def test_launches_compile(capability, how, launches, descriptors, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "0"}
-    script = Path(__file__).with_name("triton_launches.py")
+    script = Path(__file__).with_name("grouped_gemm_launches.py")
     environment["PYTHONPATH"] = os.pathsep.join([str(script.parents[1]), environment.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [sys.executable, str(script), str(capability), how],

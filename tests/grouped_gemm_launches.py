@@ -1,4 +1,4 @@
-"""Launches of the grouped GEMM on a driver that only compiles: run by test_triton_launches.py in its own process.
+"""Launches of the grouped GEMM on a driver that only compiles: run by test_grouped_gemm_launches.py in its own process.
 
 What Triton makes of the arguments of a launch (ones and None become constants, multiples of 16 are known as such) is
 seen neither by the interpreter nor by kernels compiled from a stated signature.
