@@ -7,6 +7,7 @@ import torch
 from moecomm.algorithms.base import Returned
 from moecomm.algorithms.calls import LANE_BEGUN, Call, Phase
 from moecomm.algorithms.eager_windows import EagerTools
+from moecomm.algorithms.homecoming import Homecoming
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
@@ -53,12 +54,16 @@ class EagerCombine:
         if values is not None:
             self.planes += (values,)
             self.row_bytes += (values.element_size(),)
+        self.far: Homecoming | None = None
+        if not tools.exchange.reach.is_complete:
+            self.far = Homecoming(tools.exchange, routing, self.row_bytes)
         self.call = Call(_OPERATION, words_of(routing, row_format, values), self._phases, self, routing.recording)
 
     def _send(self) -> None:
         exchange, windows, *_ = self.tools
         call = self.call
         exchange.sequencer.await_readers(call)
+        self.window = call.sequence % windows.num_windows
         offsets: tuple[int, ...] = ()
         kept: tuple[object, ...] = ()
         missing = 0
@@ -68,14 +73,17 @@ class EagerCombine:
                 missing = missing or plane.nbytes
             offsets += (offset,)
             kept += (keeper,)
+        if self.far is not None and windows.landings is not None:
+            landing = self.window * windows.landing_bytes
+            self.far.send(self.planes, windows.landings, [landing] * exchange.transport.num_ranks)
         exchange.sequencer.send_card(call, offsets, missing, exchange.memory.fixed_limit, refused=missing > 0)
-        windows.kept[call.sequence % windows.num_windows] = kept
+        windows.kept[self.window] = kept
 
     def _share(self, plane: torch.Tensor, row_bytes: int) -> tuple[int, object | None]:
         """Where peers can read the plane, and what keeps it there; (0, None) if there is no space for it."""
         exchange = self.tools.exchange
         memory, routing = exchange.memory, self.routing
-        if plane.numel() == 0:
+        if plane.numel() == 0 or exchange.reach.is_alone:
             return 0, plane
         offset = None if self.may_change else memory.offset_of(plane)
         if offset is not None:
@@ -96,13 +104,23 @@ class EagerCombine:
         exchange, routing = self.tools.exchange, self.routing
         assert routing.routes is not None
         addresses = exchange.offsets(self.call, len(self.planes), exchange.bases)
+        routes = routing.routes if self.far is None else self._readdress(self.far, addresses)
         num_planes = len(self.row_format.plane_bytes)
-        out = self.row_format.reduce(routing.routes.shape[0], routing.routes, addresses[:num_planes], self.topk_weights)
+        out = self.row_format.reduce(routes.shape[0], routes, addresses[:num_planes], self.topk_weights)
         values = None
         if self.values is not None:
-            values = exchange.kernels.pull_values(routing.routes, addresses[num_planes], dtype=self.values.dtype)
+            values = exchange.kernels.pull_values(routes, addresses[num_planes], dtype=self.values.dtype)
         # What was read while its owner gave up is worth nothing.
         exchange.sequencer.check_notices(self.call)
         self.call.result = Returned(out, values)
+
+    def _readdress(self, far: Homecoming, addresses: list[list[int]]) -> torch.Tensor:
+        """Puts in where my own rows lie and where those of far ranks have landed; gives the routes that lead there."""
+        exchange, windows, *_ = self.tools
+        for where, plane in zip(addresses, self.planes, strict=True):
+            where[exchange.rank] = plane.data_ptr()
+        if windows.landings is not None:
+            far.readdress(addresses, windows.landings.address + self.window * windows.landing_bytes)
+        return far.routes
 
     _phases = (Phase("send", None, _send), Phase("receive", LANE_BEGUN, _receive))

@@ -15,7 +15,7 @@ from moecomm.algorithms.plan import overflow_message
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, origin_of
 from moecomm.codecs.base import RowFormat
-from moecomm.kernels.eager import Overflow, Sorted
+from moecomm.kernels.eager import Overflow, Sorted, message_bytes
 
 __all__ = ["EagerDispatch"]
 
@@ -72,8 +72,21 @@ class EagerDispatch:
             exchange.placement.expert_rank,
             windows.outgoing[self.window],
         )
+        if exchange.reach.far:
+            self._send_far(rows)
         exchange.sequencer.send_card(call, (rows.shape[0],), need, exchange.memory.fixed_limit, refused=leased is None)
         self.leased = leased
+
+    def _send_far(self, rows: torch.Tensor) -> None:
+        """Sends far ranks their messages, which lie here so far."""
+        exchange, windows, *_ = self.tools
+        form = self.form.kernel
+        num_tokens = rows.shape[0]
+        ranks = torch.where(self.ids >= 0, exchange.placement.expert_rank[self.ids.clamp(min=0)], -1)
+        head = message_bytes(num_tokens, form.num_topk, 0, form.value_bytes)
+        for rank in exchange.reach.far:
+            num_rows = int((ranks == rank).any(dim=1).sum())
+            windows.send_far(self.window, rank, head + num_rows * form.row_bytes)
 
     def _receive(self) -> None:
         exchange, windows, _, kernels, home = self.tools

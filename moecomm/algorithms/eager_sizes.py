@@ -13,6 +13,7 @@ from moecomm.kernels.eager import Form, message_bytes
 __all__ = ["EagerForm", "EagerSizes"]
 
 _WIDEST_NUMBER = 8
+_LINE = 64
 
 
 class EagerForm(NamedTuple):
@@ -108,6 +109,12 @@ class EagerSizes:
     def window_bytes(self) -> int:
         """Bytes of one window for one source: a message of the widest rows and weights."""
         return message_bytes(self.max_tokens_per_rank, self.max_topk, self.hidden * _WIDEST_NUMBER, _WIDEST_NUMBER)
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes that the widest rows and values take that come home in one combine."""
+        numbers = (self.hidden + 1) * _WIDEST_NUMBER + 2 * _LINE
+        return self.max_tokens_per_rank * self.max_topk * numbers
 
     @property
     def block_bytes(self) -> int:

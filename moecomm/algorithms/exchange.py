@@ -1,4 +1,4 @@
-"""The session over a transport whose peers' memory can be addressed: what its algorithms and their calls share."""
+"""The session over a transport: what its algorithms and their calls share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import Call
+from moecomm.algorithms.far_rows import Reach
 from moecomm.algorithms.fixed_blocks import FixedBlocks
 from moecomm.algorithms.mailbox import Mailbox
 from moecomm.algorithms.receive_memory import ReceiveMemory
@@ -35,7 +36,8 @@ class Exchange(Session):
         fixed_bytes: address space of each rank for blocks of fixed shape.
 
     Attributes:
-        bases: where everybody's receive memory begins in my address space, by rank.
+        bases: where everybody's receive memory begins in my address space, by rank; 0 where it has no address.
+        reach: who can address whom.
     """
 
     def __init__(
@@ -48,8 +50,6 @@ class Exchange(Session):
         timeout: float,
         fixed_bytes: int,
     ) -> None:
-        if not transport.capabilities.addressable:
-            raise ValueError(f"transport: {transport.name} cannot address its peers' memory")
         self.transport = transport
         self.placement = placement
         self.kernels = kernels_for("cpu")
@@ -58,6 +58,7 @@ class Exchange(Session):
         self.mailbox = Mailbox(transport, num_counts, num_slots=2 * max_in_flight)
         largest_limit = max(transport.group.all_gather(memory_limit))
         self.memory = ReceiveMemory(transport, memory_limit, largest_limit, fixed_bytes)
+        self.reach = Reach(transport, self.memory.region)
         self.bases = [transport.peer(self.memory.region, rank) or 0 for rank in range(transport.num_ranks)]
         num_local = len(placement.local_experts(self.rank))
         self.fixed_blocks = FixedBlocks(self.memory, num_local)

@@ -8,6 +8,8 @@ dispatch with a handle: the first two are one, for no counts are exchanged
 combine    ready     say where the experts' rows are (they stay where they are if peers can read them there)
            pull      everybody is ready: read my tokens' rows and sum them
            release   everybody has read: the rows may change again
+combine where some ranks cannot address each other: after `ready` comes
+           send home everybody is ready: send rows of far ranks' tokens to the memory that those have set aside
 """
 
 from __future__ import annotations

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from moecomm import _C
 from moecomm.algorithms.base import Returned
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, Call, Phase
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call, Phase
 from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.homecoming import Homecoming
+from moecomm.algorithms.mailbox import MAX_PLANES, Card
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
@@ -16,6 +21,9 @@ __all__ = ["Combine"]
 
 class Combine:
     """One combine of one rank.
+
+    Peers read rows where they lie, which must be receive memory; rows for far ranks are sent to them, to memory that
+    they have set aside and named on their cards.
 
     Arguments:
         exchange: what calls share.
@@ -44,8 +52,16 @@ class Combine:
         self.planes = row_format.encode(y)
         if values is not None:
             self.planes += (values,)
+        self.far: Homecoming | None = None
+        phases: tuple[Phase, ...] = self._phases
+        if not exchange.reach.is_complete:
+            phases = self._far_phases
+            plane_bytes = row_format.plane_bytes
+            if values is not None:
+                plane_bytes += (values.element_size() * math.prod(values.shape[1:]),)
+            self.far = Homecoming(exchange, routing, plane_bytes)
         words = words_of(routing, row_format, values)
-        self.call = Call(Operation.COMBINE, words, self._phases, self, routing.recording)
+        self.call = Call(Operation.COMBINE, words, phases, self, routing.recording)
 
     def _ready(self) -> None:
         exchange = self.exchange
@@ -54,37 +70,89 @@ class Combine:
         offsets, self.call.blocks, need = exchange.memory.share(self.planes)
         exchange.sequencer.send_card(self.call, offsets, need, exchange.memory.limit, refused=need > 0)
 
-    def _pull(self) -> None:
-        exchange, routing = self.exchange, self.routing
-        cards = exchange.sequencer.cards(self.call)
+    def _ready_far(self) -> None:
+        exchange = self.exchange
+        exchange.sequencer.await_readers(self.call)
+        exchange.sequencer.release_quarantine()
+        offsets: tuple[int, ...] = (0,) * len(self.planes)
+        need = 0
+        if not exchange.reach.is_alone:
+            offsets, self.call.blocks, need = exchange.memory.share(self.planes)
+        assert self.far is not None
+        self.landing: _C.Block | None = None
+        if self.far.nbytes and not need:
+            self.landing = exchange.memory.allocate(self.far.nbytes)
+            if self.landing is None:
+                need = self.far.nbytes
+            else:
+                self.call.blocks = [*self.call.blocks, self.landing]
+        # The last offset is for the memory that rows from far ranks land in.
+        offsets += (0,) * (MAX_PLANES - 1 - len(offsets)) + (self.landing.offset if self.landing else 0,)
+        exchange.sequencer.send_card(self.call, offsets, need, exchange.memory.limit, refused=need > 0)
+
+    def _cards(self) -> list[Card]:
+        cards = self.exchange.sequencer.cards(self.call)
         for rank, card in enumerate(cards):
             if card.refused:
-                raise exchange.exceeded(self.call, rank, card.need, card.limit)
-        bases = exchange.bases
-        addresses = [
+                raise self.exchange.exceeded(self.call, rank, card.need, card.limit)
+        return cards
+
+    def _send_home(self) -> None:
+        exchange = self.exchange
+        self.cards = self._cards()
+        assert self.far is not None
+        self.far.send(self.planes, exchange.memory.region, [card.offsets[-1] for card in self.cards])
+        exchange.sequencer.signal_all(LANE_GRANTED, self.call)
+
+    def _addresses(self, cards: list[Card]) -> list[list[int]]:
+        """By plane and rank, where rows that can be read in place begin."""
+        bases = self.exchange.bases
+        return [
             [base + card.offsets[plane] for base, card in zip(bases, cards, strict=True)]
             for plane in range(len(self.planes))
         ]
-        assert routing.routes is not None
+
+    def _pull(self) -> None:
+        assert self.routing.routes is not None
+        self._sum(self.routing.routes, self._addresses(self._cards()))
+
+    def _pull_far(self) -> None:
+        exchange = self.exchange
+        exchange.sequencer.check_notices(self.call)
+        assert self.far is not None
+        addresses = self._addresses(self.cards)
+        for where, plane in zip(addresses, self.planes, strict=True):
+            where[exchange.rank] = plane.data_ptr()
+        if self.landing is not None:
+            self.far.readdress(addresses, self.landing.address)
+        self._sum(self.far.routes, addresses)
+
+    def _sum(self, routes: torch.Tensor, addresses: list[list[int]]) -> None:
+        exchange = self.exchange
         num_planes = len(self.row_format.plane_bytes)
-        num_tokens = routing.routes.shape[0]
-        out = self.row_format.reduce(num_tokens, routing.routes, addresses[:num_planes], self.topk_weights)
-        values = None if self.values is None else self._pull_values(self.values.dtype, addresses[num_planes])
+        num_tokens = routes.shape[0]
+        out = self.row_format.reduce(num_tokens, routes, addresses[:num_planes], self.topk_weights)
+        values = None if self.values is None else self._pull_values(routes, self.values.dtype, addresses[num_planes])
         # What was read while its owner gave up is worth nothing.
         exchange.sequencer.check_notices(self.call)
         self.call.result = Returned(out, values)
         exchange.sequencer.signal_all(LANE_DONE, self.call)
 
-    def _pull_values(self, dtype: torch.dtype, addresses: list[int]) -> torch.Tensor:
+    def _pull_values(self, routes: torch.Tensor, dtype: torch.dtype, addresses: list[int]) -> torch.Tensor:
         kernels, routing = self.exchange.kernels, self.routing
-        assert routing.routes is not None
         if routing.layout == "flat":
             expert_rank = self.exchange.placement.expert_rank
-            return kernels.pull_flat_values(routing.topk_idx, routing.routes, expert_rank, addresses, dtype=dtype)
-        return kernels.pull_values(routing.routes, addresses, dtype=dtype)
+            return kernels.pull_flat_values(routing.topk_idx, routes, expert_rank, addresses, dtype=dtype)
+        return kernels.pull_values(routes, addresses, dtype=dtype)
 
     def _release(self) -> None:
         self.exchange.sequencer.check_notices(self.call)
         self.call.blocks = ()
 
     _phases = (Phase("ready", None, _ready), Phase("pull", LANE_BEGUN, _pull), Phase("release", LANE_DONE, _release))
+    _far_phases = (
+        Phase("ready", None, _ready_far),
+        Phase("send home", LANE_BEGUN, _send_home),
+        Phase("pull", LANE_GRANTED, _pull_far),
+        Phase("release", LANE_DONE, _release),
+    )

@@ -14,6 +14,7 @@ from moecomm import _C
 from moecomm.algorithms.base import Arrival
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call, Phase
 from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.far_rows import FarRows
 from moecomm.algorithms.mailbox import Grant
 from moecomm.algorithms.plan import Plan, block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
@@ -121,7 +122,6 @@ class Dispatch:
 
     def _push(self) -> None:
         exchange, routing = self.exchange, self.routing
-        kernels, placement = exchange.kernels, exchange.placement
         grants = self._grants()
         for rank, grant in enumerate(grants):
             if grant.refused:
@@ -134,21 +134,58 @@ class Dispatch:
             [base + offsets[plane] for base, offsets in zip(bases, layouts, strict=True)]
             for plane in range(len(self.planes))
         ]
-        for tensor in self.row_format.encode(self.x):
-            kernels.push_rows(tensor, routing.routes, addresses.pop(0))
+        if exchange.reach.far:
+            self._push_far(addresses, [grant.offset for grant in grants], layouts)
+        else:
+            self._write(routing.routes, addresses)
+        exchange.sequencer.signal_all(LANE_DONE, self.call)
+
+    def _write(self, routes: torch.Tensor, addresses: list[list[int]]) -> None:
+        """Writes all planes to where the routes and the addresses, by plane and rank, say."""
+        kernels, placement, routing = self.exchange.kernels, self.exchange.placement, self.routing
+        planes = self.row_format.encode(self.x)
+        for tensor, where in zip(planes, addresses, strict=False):
+            kernels.push_rows(tensor, routes, where)
+        rest = addresses[len(planes) :]
         if self.flat:
             kernels.push_flat_metadata(
                 routing.topk_idx,
                 self.topk_weights,
-                routing.routes,
+                routes,
                 expert_rank=placement.expert_rank,
                 expert_local=placement.expert_local,
-                idx_addresses=addresses[0],
-                weight_addresses=None if self.topk_weights is None else addresses[1],
+                idx_addresses=rest[0],
+                weight_addresses=None if self.topk_weights is None else rest[1],
             )
         elif self.topk_weights is not None:
-            kernels.push_values(self.topk_weights, routing.routes, addresses[0])
-        exchange.sequencer.signal_all(LANE_DONE, self.call)
+            kernels.push_values(self.topk_weights, routes, rest[0])
+
+    def _push_far(self, addresses: list[list[int]], grants: list[int], layouts: list[tuple[int, ...]]) -> None:
+        """As `_write`, but what goes to far ranks is packed here and then sent."""
+        exchange, routing = self.exchange, self.routing
+        transport, me = exchange.transport, exchange.rank
+        assert routing.counts is not None
+        packed = FarRows(
+            routing.counts.numpy(),
+            exchange.placement,
+            me,
+            exchange.reach.far_from[me],
+            routing.layout,
+            routing.expert_alignment,
+        )
+        memory = torch.empty(block_layout(packed.num_rows, self.planes).nbytes, dtype=torch.uint8)
+        starts = packed.addresses(memory.data_ptr(), self.planes)
+        for where, parts in zip(addresses, starts, strict=True):
+            for rank, part in parts.items():
+                where[rank] = part
+        self._write(packed.routes(exchange.kernels, routing.topk_idx), addresses)
+        offsets = block_layout(packed.num_rows, self.planes).offsets
+        for rank in exchange.reach.far:
+            for offset, there_offset, nbytes in zip(offsets, layouts[rank], self.planes, strict=True):
+                for there, here, count in packed.runs(rank) if nbytes else ():
+                    target = grants[rank] + there_offset + there * nbytes
+                    source = memory.data_ptr() + offset + here * nbytes
+                    transport.put(exchange.memory.region, target, source, count * nbytes, rank)
 
     def _zero_padding(self, base: int, offsets: tuple[int, ...]) -> None:
         """Zeroes my rows between the real ones of an expert and its padded end."""

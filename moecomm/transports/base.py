@@ -112,7 +112,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def put(self, region: Region, offset: int, address: int, nbytes: int, rank: int) -> None:
-        """Copies `nbytes` from my `address` to `offset` in `rank`'s part of the region."""
+        """Copies `nbytes` from my `address` to `offset` in `rank`'s part of the region; mine may change afterwards."""
 
     @abc.abstractmethod
     def signal(self, rank: int, slot: int, n: int = 1) -> None:

@@ -1,0 +1,78 @@
+"""Rows that come home from far ranks in a combine: where they land, and who sends them there.
+
+A rank whose rows cannot be read where they are sends them to the ranks they belong to, which keep packed memory for
+them (see far_rows.py) and then sum as if the rows lay at their owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.far_rows import FarRows
+from moecomm.algorithms.plan import block_layout
+from moecomm.algorithms.routing import Routing
+from moecomm.transports.base import Region
+
+__all__ = ["Homecoming"]
+
+
+class Homecoming:
+    """The far rows of one combine of one rank.
+
+    Arguments:
+        exchange: what calls share.
+        routing: complete.
+        plane_bytes: bytes per row of each plane.
+
+    Attributes:
+        nbytes: memory that my rows from far ranks need.
+        routes: `[T, K]` int64: as in the handle, but rows of far ranks are numbered as they land.
+    """
+
+    def __init__(self, exchange: Exchange, routing: Routing, plane_bytes: Sequence[int]) -> None:
+        self._exchange = exchange
+        self._routing = routing
+        self._plane_bytes = tuple(plane_bytes)
+        self._mine = self._rows_of(exchange.rank)
+        self.nbytes = block_layout(self._mine.num_rows, self._plane_bytes).nbytes
+        self.routes = self._mine.routes(exchange.kernels, routing.topk_idx)
+
+    def _rows_of(self, source: int) -> FarRows:
+        exchange, routing = self._exchange, self._routing
+        assert routing.counts is not None
+        return FarRows(
+            routing.counts.numpy(),
+            exchange.placement,
+            source,
+            exchange.reach.far_from[source],
+            routing.layout,
+            routing.expert_alignment,
+            routing.capacity,
+        )
+
+    def send(self, planes: Sequence[torch.Tensor], region: Region, landings: Sequence[int]) -> None:
+        """Sends the rows of far ranks' tokens home.
+
+        Arguments:
+            planes: contiguous, rows in the order of the handle.
+            region: where they land.
+            landings: per rank, the offset of its memory for them.
+        """
+        exchange, me = self._exchange, self._exchange.rank
+        for home in exchange.reach.far:
+            theirs = self._rows_of(home)
+            offsets = block_layout(theirs.num_rows, self._plane_bytes).offsets
+            runs = theirs.runs(me)
+            for plane, offset, nbytes in zip(planes, offsets, self._plane_bytes, strict=True):
+                for here, there, count in runs if nbytes else ():
+                    target, source = landings[home] + offset + there * nbytes, plane.data_ptr() + here * nbytes
+                    exchange.transport.put(region, target, source, count * nbytes, home)
+
+    def readdress(self, addresses: list[list[int]], landing: int) -> None:
+        """Replaces, by plane and rank, the addresses of far ranks' rows by those of where they have landed."""
+        for where, parts in zip(addresses, self._mine.addresses(landing, self._plane_bytes), strict=True):
+            for rank, part in parts.items():
+                where[rank] = part
