@@ -7,20 +7,23 @@ from moecomm.algorithms.registry import exchange_names
 from moecomm.codecs.registry import codec_names, make_codec
 from moecomm.kernels.registry import available_kernels, kernels_for
 from moecomm.testing.contracts import World, algorithm, codec, kernels, low_latency, transport
-from moecomm.transports.registry import transport_class, transport_names
+from moecomm.transports.registry import transport_names
 from moecomm.transports.ucx_library import find_library
 
 WORLDS_OF = {
     "local": [World("threads", "local"), World("stepped", "local")],
     "shm": [World("processes", "shm")],
-    "ucx": [World("processes", "ucx")],
+    "ucx": [World("processes", "ucx", rank_counts=(1, 2, 3))],
 }
 TRANSPORT_WORLDS = [world for name in transport_names() for world in WORLDS_OF[name]]
-# The exchanges need peers whose memory can be addressed.
-EXCHANGE_WORLDS = [
-    *(world for world in TRANSPORT_WORLDS if transport_class(world.transport).capabilities.addressable),
-    World("processes", "collective"),
-]
+EXCHANGE_WORLDS = [*TRANSPORT_WORLDS, World("processes", "collective")]
+
+
+def runnable(worlds):
+    """The worlds as parameters; what needs UCX is skipped where there is none."""
+    no_ucx = find_library().problem
+    skip = pytest.mark.skipif(bool(no_ucx), reason=no_ucx or "UCX is here")
+    return [pytest.param(world, marks=[skip] if world.transport == "ucx" else [], id=str(world)) for world in worlds]
 
 
 def name_of(check):
@@ -33,21 +36,19 @@ def test_every_transport_is_held_to_the_contract():
 
 
 @pytest.mark.parametrize("check", transport.CHECKS, ids=name_of)
-@pytest.mark.parametrize("world", TRANSPORT_WORLDS, ids=str)
+@pytest.mark.parametrize("world", runnable(TRANSPORT_WORLDS))
 def test_transport(world, check):
-    if world.transport == "ucx" and find_library().problem:
-        pytest.skip(find_library().problem)
     check(world)
 
 
 @pytest.mark.parametrize("check", algorithm.CHECKS, ids=name_of)
-@pytest.mark.parametrize("world", EXCHANGE_WORLDS, ids=str)
+@pytest.mark.parametrize("world", runnable(EXCHANGE_WORLDS))
 def test_exchange(world, check):
     check(world)
 
 
 @pytest.mark.parametrize("check", low_latency.CHECKS, ids=name_of)
-@pytest.mark.parametrize("world", EXCHANGE_WORLDS, ids=str)
+@pytest.mark.parametrize("world", runnable(EXCHANGE_WORLDS))
 def test_low_latency(world, check):
     check(world)
 
