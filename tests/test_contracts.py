@@ -21,14 +21,15 @@ TRANSPORT_WORLDS = [world for name in transport_names() for world in WORLDS_OF[n
 EXCHANGE_WORLDS = [*TRANSPORT_WORLDS, World("processes", "collective")]
 
 
+def runnable(worlds):
+    """The worlds as parameters; what needs UCX is skipped where there is none."""
+    no_ucx = find_library().problem
+    skip = pytest.mark.skipif(bool(no_ucx), reason=no_ucx or "UCX is here")
+    return [pytest.param(world, marks=[skip] if "ucx" in world.transport else [], id=str(world)) for world in worlds]
+
+
 def name_of(check):
     return check.__name__.removeprefix("check_")
-
-
-def run(check, world):
-    if "ucx" in world.transport and find_library().problem:
-        pytest.skip(find_library().problem)
-    check(world)
 
 
 def test_every_transport_is_held_to_the_contract():
@@ -37,21 +38,21 @@ def test_every_transport_is_held_to_the_contract():
 
 
 @pytest.mark.parametrize("check", transport.CHECKS, ids=name_of)
-@pytest.mark.parametrize("world", TRANSPORT_WORLDS, ids=str)
+@pytest.mark.parametrize("world", runnable(TRANSPORT_WORLDS))
 def test_transport(world, check):
-    run(check, world)
+    check(world)
 
 
 @pytest.mark.parametrize("check", algorithm.CHECKS, ids=name_of)
-@pytest.mark.parametrize("world", EXCHANGE_WORLDS, ids=str)
+@pytest.mark.parametrize("world", runnable(EXCHANGE_WORLDS))
 def test_exchange(world, check):
-    run(check, world)
+    check(world)
 
 
 @pytest.mark.parametrize("check", low_latency.CHECKS, ids=name_of)
-@pytest.mark.parametrize("world", EXCHANGE_WORLDS, ids=str)
+@pytest.mark.parametrize("world", runnable(EXCHANGE_WORLDS))
 def test_low_latency(world, check):
-    run(check, world)
+    check(world)
 
 
 @pytest.mark.parametrize("check", codec.CHECKS, ids=name_of)

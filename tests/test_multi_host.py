@@ -7,7 +7,7 @@ import time
 import pytest
 from multi_host import PREFIX, Hosts, begun, ip, remove_leftovers, why_not
 
-from moecomm.testing.contracts import transport as contract
+from moecomm.testing.contracts import algorithm, low_latency, transport
 from moecomm.transports.base import WaitOutcome
 from moecomm.transports.peers import gather_peers
 from moecomm.transports.registry import choose, transport_class
@@ -36,7 +36,10 @@ def test_namespaces_of_a_test_that_was_killed_are_removed(hosts):
     assert hosts.namespace(0) in left
 
 
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+CHECKS = [*transport.CHECKS, algorithm.check_against_the_oracle, low_latency.check_against_the_oracle]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.__module__}-{check.__name__}".split(".")[-1])
 def test_the_contract_holds_between_hosts(hosts, check):
     check(hosts)
 

@@ -97,6 +97,7 @@ def construct_with_another_secret(group):
 # -- where there is no UCX ---------------------------------------------------------------------------------------------
 
 
+@needs_ucx
 def test_a_rank_without_ucx_is_named_by_all():
     run(construct_without_ucx, 2)
 
@@ -127,7 +128,8 @@ def test_hosts_are_reached_by_ucx_after_the_others_have_refused():
     assert set(choice.refusals) == {"local", "shm"}
 
 
-def test_a_host_without_ucx_is_refused_by_name_on_every_rank():
+def test_a_host_without_ucx_is_refused_by_name_on_every_rank(monkeypatch):
+    monkeypatch.setattr(ucx, "find_library", lambda: UcxLibrary("libucp.so.0", "1.22.0"))
     peers = two_hosts(ucx_problem="the library UCX cannot be loaded: none.")
     for me in peers:
         with pytest.raises(TransportUnavailable, match=r"rank 1 \(pid \d+ on far\): the library UCX cannot be loaded"):
