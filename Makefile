@@ -10,12 +10,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard csrc/*.cc csrc/*.h csrc/*/*.cc csrc/*/*.h)
 
-.PHONY: help setup demo test lint format sanitize bench clean
+.PHONY: help setup demo test test-kernels lint format sanitize bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small mixture-of-experts model over two processes"
 	@echo "make test      run the tests"
+	@echo "make test-kernels  run those of the Triton kernels, interpreted"
 	@echo "make lint      ruff, mypy, clang-format"
 	@echo "make format    let ruff and clang-format rewrite the sources"
 	@echo "make sanitize  the native part under address, undefined-behaviour and thread sanitizers"
@@ -44,7 +45,11 @@ demo: setup
 	$(BIN)/moecomm demo $(DEMO_FLAGS)
 
 test: setup
-	$(BIN)/python -m pytest $(TEST_FLAGS)
+	$(BIN)/python -m pytest --ignore tests/triton $(TEST_FLAGS)
+
+# Triton kernels in its interpreter, which is slow.
+test-kernels: setup
+	$(BIN)/python -m pytest $(TEST_FLAGS) tests/triton
 
 lint: setup
 	scripts/check $(BIN)

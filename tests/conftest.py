@@ -3,6 +3,11 @@
 A test that hangs is ended by `faulthandler_timeout` (pyproject.toml) with the stacks of all threads.
 """
 
+import os
+
+# Before anything imports Triton, torch included: kernels are interpreted. On a machine with a GPU, say 0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 import torch
 from hypothesis import settings

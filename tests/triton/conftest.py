@@ -1,9 +1,5 @@
-"""Triton kernels, interpreted: the variable must be set before anything imports Triton, here and in child processes."""
-
-import os
+"""Triton kernels, interpreted, here and in child processes: the conftest.py above sets TRITON_INTERPRET."""
 
 import pytest
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.importorskip("triton", reason="Triton is not installed")
