@@ -85,7 +85,7 @@ def combine_rows(out: Tensor, routes: Tensor, addresses: Addresses, weights: Ten
     row_bytes = out.shape[1] * out.element_size()
     table, known = table_of(addresses, routes, row_bytes)
     moves = numbers_of("a row", out.dtype, row_bytes, alignment_of(row_bytes, out.data_ptr(), known))
-    tile = tile_of(num_tokens, moves)
+    tile = tile_of(num_tokens, moves, is_weighted=weights is not None)
     launch(
         combine_rows_kernel,
         tile.num_programs,
@@ -108,7 +108,7 @@ def compile_cases() -> list[CompileCase]:
         for row_bytes, num_tokens, has_weights in ((14336, 4096, False), (14336, 8, True), (512, 4096, True)):
             wide = TRITON_DTYPES[weights_dtype(dtype)]
             moves = numbers_of("a row", dtype, row_bytes, 16)
-            tile = tile_of(num_tokens, moves)
+            tile = tile_of(num_tokens, moves, is_weighted=has_weights)
             cases.append(
                 CompileCase(
                     name=f"combine_rows {moves.dtype}{' weighted' if has_weights else ''}, {tile.columns} columns",

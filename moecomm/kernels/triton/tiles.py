@@ -64,13 +64,14 @@ class Tile(NamedTuple):
     num_programs: int
 
 
-def tile_of(num_tokens: int, moves: Moves) -> Tile:
+def tile_of(num_tokens: int, moves: Moves, *, is_weighted: bool = False) -> Tile:
     """Whole rows where they are short, pieces of one row where they are long.
 
     For many tokens a thread moves 8 times 16 bytes, or 4 times if it computes with them; for few tokens 2 times, so
-    that there are programs for all processors.
+    that there are programs for all processors. Half of that if weights take registers, too.
     """
     tile_bytes = 4096 if num_tokens < _MANY_TOKENS else 16384 if moves.dtype.is_int() else 8192
+    tile_bytes //= 2 if is_weighted else 1
     elements = min(_MOST_COLUMNS, tile_bytes * moves.per_unit // moves.alignment)
     columns = min(elements, triton.next_power_of_2(max(1, moves.num_columns)))
     tokens = min(elements // columns, _MOST_TOKENS, triton.next_power_of_2(max(1, num_tokens)))
