@@ -13,7 +13,7 @@ PACKAGE = ROOT / "moecomm"
 
 # A module imports its own layer and those below it, never one above.
 LAYERS = [
-    {"_C", "errors", "groups", "placement", "version"},
+    {"_C", "errors", "groups", "placement", "topology", "topology_drawing", "version"},
     {"kernels"},
     {"transports"},
     {"codecs"},
