@@ -18,7 +18,7 @@ LAYERS = [
     {"transports"},
     {"codecs"},
     {"algorithms"},
-    {"checks", "exchanger", "handle", "recompute", "work"},
+    {"checks", "exchanger", "handle", "recompute", "waiting_times", "work"},
     {"gradients"},
     {"functional"},
     {"communicator"},
@@ -29,7 +29,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # These name things that exist once per kind; only their registry may know them by name.
 CONCRETE = {
-    "transports": {"base", "peers", "registry"},
+    "transports": {"base", "domains", "peers", "registry"},
     "kernels": {"base", "choices", "eager", "experts", "registry"},
     "codecs": {"base", "registry"},
 }
