@@ -63,9 +63,7 @@ class Hierarchical(Algorithm):
     def begin_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:
-        dispatch = HierarchicalDispatch(
-            self._exchange, x, routing, row_format, topk_weights, self.channels, self.rails
-        )
+        dispatch = HierarchicalDispatch(self._exchange, x, routing, row_format, topk_weights, self.channels, self.rails)
         return self._exchange.sequencer.begin(dispatch.call)
 
     def begin_combine(

@@ -9,6 +9,7 @@ import torch
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Phase
 from moecomm.algorithms.channels import HEADER_BYTES, Channels, Chunk, ChunkForm
 from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.hops import Choice
 from moecomm.algorithms.plan import block_layout
 from moecomm.algorithms.rail_requests import requests_for, requests_per_domain
 from moecomm.algorithms.rails import Entries, RailRoutes, Rails, tensor_at
@@ -16,7 +17,6 @@ from moecomm.algorithms.rendezvous_combine import Combine
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.traffic import Traffic
 from moecomm.codecs.base import RowFormat
-from moecomm.kernels.base import ROW_BITS
 
 __all__ = ["HierarchicalCombine"]
 
@@ -46,9 +46,7 @@ class HierarchicalCombine(Combine):
         channels: Channels,
         rails: Rails,
     ) -> None:
-        super().__init__(
-            exchange, y, routing, row_format, topk_weights=topk_weights, values=values, per_host=per_host
-        )
+        super().__init__(exchange, y, routing, row_format, topk_weights=topk_weights, values=values, per_host=per_host)
         self.channels = channels
         self.rails = rails
         self.per_host = per_host
@@ -82,7 +80,7 @@ class HierarchicalCombine(Combine):
         direct = self.rails.direct_rows(routing.counts.numpy(), routing.layout) * width
         asked = sum(card.offsets[-2] for card in self.cards) * (sum(self.answer_bytes) + sum(self.arrays))
         if self.per_host:
-            self.exchange.hops.note("combine", self.call.title, True, direct, asked)
+            self.exchange.hops.note("combine", Choice(self.call.title, True, direct, asked))
             return True
         return self.exchange.hops.choose("combine", self.call.title, direct, asked)
 
@@ -178,7 +176,8 @@ class HierarchicalCombine(Combine):
         own: torch.Tensor | None = None
         if requests.near is not None:
             near = requests.near
-            routes = self._near_routes()[near.tokens]
+            assert self.routing.routes is not None
+            routes = self.rails.near(self.routing.routes[near.tokens])
             weights = None if self.topk_weights is None else self.topk_weights[near.tokens]
             own = row_format.reduce(len(near.tokens), routes, self.addresses[:num_planes], weights)
         more = [at_rows, 0 if own is None else own.data_ptr()]
@@ -190,19 +189,13 @@ class HierarchicalCombine(Combine):
             out[tokens] = landed[answers]
         return out
 
-    def _near_routes(self) -> torch.Tensor:
-        """`[T, K]` routes into my own domain, -1 elsewhere."""
-        routes = self.routing.routes
-        assert routes is not None
-        is_near = self.rails.domain_of_rank[(routes >> ROW_BITS).clamp(min=0)] == self.rails.domain
-        return torch.where(is_near, routes, -1)
-
     def _values_home(self, at_values: int) -> torch.Tensor | None:
         if self.values is None:
             return None
-        dtype, requests = self.values.dtype, self.requests
+        dtype, requests, routes = self.values.dtype, self.requests, self.routing.routes
+        assert routes is not None
         near = self.addresses[len(self.row_format.plane_bytes)]
-        values = self._values_at(self.routing.topk_idx, self._near_routes(), dtype, near)
+        values = self._values_at(self.routing.topk_idx, self.rails.near(routes), dtype, near)
         landed = tensor_at(at_values, dtype, (requests.num_rows, self.num_topk))
         row = 0
         for entries in requests.entries:

@@ -15,7 +15,6 @@ from moecomm.algorithms.rendezvous_dispatch import Dispatch
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.traffic import Traffic
 from moecomm.codecs.base import RowFormat
-from moecomm.kernels.base import ROW_BITS
 
 __all__ = ["HierarchicalDispatch"]
 
@@ -24,7 +23,7 @@ _NOWHERE = (0, 0)
 
 
 class HierarchicalDispatch(Dispatch):
-    """One dispatch of one rank: once per token and other domain to the rail there, which writes the rows to their places.
+    """One dispatch of one rank: a row per token and other domain to the rail there, which writes it to its places.
 
     Arguments:
         exchange, x, routing, row_format, topk_weights: as for `Dispatch`.
@@ -70,10 +69,10 @@ class HierarchicalDispatch(Dispatch):
 
     def _stream(self) -> bool:
         if self.traffic is None:
+            self._look()
             if not self._is_worth_it():
-                self._push()
+                self._push_direct()
                 return True
-            self._open()
             self.traffic = self._begin()
             # The link is busy from here on; what stays inside the domain is written meanwhile.
             self.traffic.advance()
@@ -103,10 +102,8 @@ class HierarchicalDispatch(Dispatch):
 
     def _write_near(self) -> None:
         """Writes the rows of my own domain to their places."""
-        exchange, routing = self.exchange, self.routing
-        assert routing.routes is not None
-        is_near = self.rails.domain_of_rank[(routing.routes >> ROW_BITS).clamp(min=0)] == self.rails.domain
-        self._write(torch.where(is_near, routing.routes, -1))
+        assert self.routing.routes is not None
+        self._write(self.rails.near(self.routing.routes))
 
     def _forward(self, there: RailRoutes, chunk: Chunk) -> None:
         """Writes the rows of a chunk to their places in my domain."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
-__all__ = ["Choice", "Hops", "Way"]
+__all__ = ["WAYS", "Choice", "Hops", "Way"]
 
 Way = Literal["auto", "direct", "hierarchical"]
+WAYS: tuple[str, ...] = get_args(Way)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,5 +46,9 @@ class Hops:
     def choose(self, kind: str, title: str, direct_bytes: int, hierarchical_bytes: int) -> bool:
         """Whether a call goes over rails: if that moves fewer bytes between domains, unless the user says otherwise."""
         is_hierarchical = self.way == "hierarchical" or (self.way == "auto" and hierarchical_bytes < direct_bytes)
-        self.choices[kind] = Choice(title, is_hierarchical, direct_bytes, hierarchical_bytes)
+        self.note(kind, Choice(title, is_hierarchical, direct_bytes, hierarchical_bytes))
         return is_hierarchical
+
+    def note(self, kind: str, choice: Choice) -> None:
+        """Keeps a choice for whoever asks."""
+        self.choices[kind] = choice

@@ -16,7 +16,7 @@ import torch
 
 from moecomm.algorithms.plan import Layout, plan_exchange
 from moecomm.algorithms.routing import Routing
-from moecomm.kernels.base import RowKernels
+from moecomm.kernels.base import ROW_BITS, RowKernels
 from moecomm.placement import Placement
 from moecomm.topology import Topology
 
@@ -79,6 +79,11 @@ class Rails:
         tokens = is_there.any(dim=1).nonzero().squeeze(1)
         ids = torch.where(is_there[tokens], topk_idx[tokens], -1)
         return Entries(domain, tokens, ids.to(torch.int32))
+
+    def near(self, routes: torch.Tensor) -> torch.Tensor:
+        """`[T, P]` routes into my own domain; -1 in place of the others."""
+        is_near = self.domain_of_rank[(routes >> ROW_BITS).clamp(min=0)] == self.domain
+        return torch.where(is_near, routes, -1)
 
     def direct_rows(self, counts: npt.NDArray[np.int32], layout: Layout) -> int:
         """Rows that cross between domains if each goes to its rank, over all ranks; from `[R, E + R]` counts."""

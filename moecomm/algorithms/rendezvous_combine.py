@@ -144,7 +144,6 @@ class Combine:
         self._sum(self.far.routes, addresses)
 
     def _sum(self, routes: torch.Tensor, addresses: list[list[int]]) -> None:
-        exchange = self.exchange
         num_planes = len(self.row_format.plane_bytes)
         num_tokens = routes.shape[0]
         out = self.row_format.reduce(num_tokens, routes, addresses[:num_planes], self.topk_weights)
@@ -169,8 +168,12 @@ class Combine:
         self.exchange.sequencer.check_notices(self.call)
         self.call.blocks = ()
 
-    _phases = (Phase("ready", None, _ready), Phase("pull", LANE_BEGUN, _pull), Phase("release", LANE_DONE, _release))
-    _far_phases = (
+    _phases: tuple[Phase, ...] = (
+        Phase("ready", None, _ready),
+        Phase("pull", LANE_BEGUN, _pull),
+        Phase("release", LANE_DONE, _release),
+    )
+    _far_phases: tuple[Phase, ...] = (
         Phase("ready", None, _ready_far),
         Phase("send home", LANE_BEGUN, _send_home),
         Phase("pull", LANE_GRANTED, _pull_far),

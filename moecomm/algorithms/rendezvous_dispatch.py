@@ -128,8 +128,8 @@ class Dispatch:
         place = len(self._announcement())
         return [Grant(card.offsets[place], card.need, card.limit, card.refused) for card in self.cards]
 
-    def _open(self) -> None:
-        """Looks where everybody's rows go, and zeroes the padding here."""
+    def _look(self) -> None:
+        """Learns where everybody's rows go, and zeroes the padding here."""
         exchange = self.exchange
         grants = self._grants()
         for rank, grant in enumerate(grants):
@@ -145,7 +145,10 @@ class Dispatch:
         ]
 
     def _push(self) -> None:
-        self._open()
+        self._look()
+        self._push_direct()
+
+    def _push_direct(self) -> None:
         exchange = self.exchange
         assert self.routing.routes is not None
         if exchange.reach.far:

@@ -48,9 +48,7 @@ def shape_words(layout: Layout, expert_alignment: int, row_format: RowFormat, nu
     return _LAYOUTS.index(layout), expert_alignment, *row_format.words, num_topk, int(extra)
 
 
-def words_of(
-    routing: Routing, row_format: RowFormat, extra: torch.Tensor | None, *, per_host: bool = False
-) -> Words:
+def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None, *, per_host: bool = False) -> Words:
     """What the ranks of a call must agree on, as the 8 integers that are sent.
 
     They are: layout; alignment; codec, dtype and hidden size of the rows; K; 1 if something travels beside each row,

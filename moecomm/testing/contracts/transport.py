@@ -152,7 +152,7 @@ def _counters(group: Group, name: str) -> None:
 
 
 def check_traffic_ends_a_wait(world: World) -> None:
-    """A signal of any rank in any of several counters ends a wait for traffic; no signal, no end before the deadline."""
+    """A signal of any rank in any of several counters ends a wait for traffic; without one it lasts its time."""
     world.run(_traffic, min(2, world.several))
 
 
