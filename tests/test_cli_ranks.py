@@ -6,10 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 
 import pytest
 import torch
 from host_worlds import why_not_ucx
+from multi_host import Hosts, why_not
 
 from moecomm import SoloGroup, TorchGroup
 from moecomm.cli.console import Console
@@ -80,6 +83,41 @@ def test_hosts_of_three_ranks_and_one_under_torchrun(tmp_path):
     reason = [line for line in drawn if line.startswith("not shm: rank 3 (pid ")]
     assert len(reason) == 1
     assert reason[0].endswith(f"on {name}) runs on another host than rank 0 ({name}).")
+
+
+def test_two_hosts_joined_by_a_network(tmp_path):
+    reason = why_not_ucx() or why_not()
+    if reason:
+        pytest.skip(reason)
+    with Hosts(2, "auto", [2, 1]) as hosts:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        torchrun += ["--master-addr", hosts.address(0), "--master-port", "29500"]
+        started = []
+        for host, count in enumerate((2, 1)):
+            where = ["ip", "netns", "exec", hosts.namespace(host)]
+            how = ["--node-rank", str(host), "--nproc-per-node", str(count), "-m", "moecomm", "info", "--json"]
+            environment = os.environ | {
+                "MOECOMM_HOST_ID": f"host {host}",
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            }
+            printed = (tmp_path / str(host)).open("w")
+            started.append((subprocess.Popen([*where, *torchrun, *how], env=environment, stdout=printed), printed))
+        try:
+            assert [process.wait(60) for process, _ in started] == [0, 0]
+        finally:
+            for process, printed in started:
+                process.terminate()  # torchrun ends its ranks
+                process.wait(20)
+                printed.close()
+    said = [(tmp_path / str(host)).read_text() for host in range(2)]
+    facts = json.loads(said[0])["ranks"]
+    assert facts["topology"]["host_of"] == facts["topology"]["domain_of"] == [0, 0, 1]
+    assert facts["topology"]["rails"] == [[0, 2], [1, 2], [0, 2]]
+    assert facts["auto"]["transport"] == "shm+ucx"
+    assert [(pair["domains"], pair["transport"]) for pair in facts["pairs"]] == [([0, 0], "shm"), ([0, 1], "shm+ucx")]
+    assert said[1] == ""
 
 
 # -- what it says
@@ -192,6 +230,22 @@ def test_an_interface_that_gloo_does_not_find_is_named(monkeypatch):
     message = r"rank 0 of 1 cannot connect to the others by gloo: .*GLOO_SOCKET_IFNAME \(none0\)"
     with pytest.raises(TransportError, match=message), started_group(5):
         pytest.fail("there is no such interface")
+
+
+def test_a_rank_that_comes_and_falls_silent_is_an_error_in_time(monkeypatch):
+    port = free_port()
+    launched_as(monkeypatch, 0, 2, port=port)
+    limit = timedelta(seconds=10)
+
+    def come_and_sleep():
+        store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        torch.distributed.PrefixStore("moecomm/info/0", store).set("rank 1", "rank 1 (a stand-in)")
+
+    silent = threading.Thread(target=come_and_sleep)
+    silent.start()
+    with pytest.raises(TransportError, match="rank 0 of 2 cannot connect to the others by gloo"), started_group(1.5):
+        pytest.fail("rank 1 is silent")
+    silent.join(10)
 
 
 def test_whoever_has_met_is_a_group(monkeypatch):
