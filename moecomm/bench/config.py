@@ -19,6 +19,7 @@ ROUTINGS: dict[str, tuple[str, float | None, float, float]] = {
     "zipf": ("few popular experts; the parameter is the load of the busiest expert over the mean load", 1.5, 1.0, 1e6),
     "hot": ("every token chooses expert 0, and others evenly", None, 0.0, 0.0),
     "masked": ("uniform, with this share of the routes replaced by -1", 0.3, 0.0, 1.0),
+    "limited": ("every token's experts drawn evenly from those of so many hosts, drawn evenly", 1.0, 1.0, 1e6),
 }
 
 
@@ -34,7 +35,7 @@ class Routing:
 
 
 def parse_routing(text: str) -> Routing:
-    """Read `uniform`, `zipf:1.5`, `hot` or `masked:0.3`; a parameter left out has its default.
+    """Read `uniform`, `zipf:1.5`, `hot`, `masked:0.3` or `limited:1`; a parameter left out has its default.
 
     Raises:
         ValueError: unknown kind, a parameter where none is taken, or one that is no number or out of range.
@@ -55,6 +56,8 @@ def parse_routing(text: str) -> Routing:
         raise ValueError(f"the parameter of routing {text!r} is not a number") from None
     if not lowest <= value <= highest:
         raise ValueError(f"the parameter of routing {text!r} must be from {lowest:g} to {highest:g}, got {value:g}")
+    if kind == "limited" and value != int(value):
+        raise ValueError(f"the parameter of routing {text!r} must be a whole number of hosts")
     return Routing(kind, value)
 
 
@@ -103,6 +106,7 @@ class BenchConfig:
         threads: torch threads per rank; `None` = cores / ranks, at least 1.
         seed: of rows, weights and routing.
         timeout: seconds after which a run that has not ended is ended with an error.
+        host_of: by rank, the number of the host it lives on, from 0; empty = one host.
     """
 
     ranks: int = 2
@@ -125,6 +129,7 @@ class BenchConfig:
     threads: int | None = None
     seed: int = 0
     timeout: float = 900.0
+    host_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         at_least_one = (("ranks", self.ranks), ("hidden", self.hidden), ("experts", self.experts), ("topk", self.topk))
@@ -150,6 +155,10 @@ class BenchConfig:
             raise ValueError(f"seconds and timeout must be positive, got {self.seconds} and {self.timeout}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.host_of and (len(self.host_of) != self.ranks or set(self.host_of) != set(range(self.num_hosts))):
+            raise ValueError(f"host_of must number the hosts of {self.ranks} ranks from 0, got {self.host_of}")
+        if self.routing.kind == "limited" and int(self.routing.parameter or 1) > self.num_hosts:
+            raise ValueError(f"routing {self.routing} wants more hosts per token than the {self.num_hosts} there are")
 
     @property
     def row_bytes(self) -> int:
@@ -157,9 +166,20 @@ class BenchConfig:
         return self.hidden * DTYPES[self.dtype]
 
     @property
+    def hosts(self) -> tuple[int, ...]:
+        """By rank, the number of its host."""
+        return self.host_of or (0,) * self.ranks
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+        return len(set(self.hosts))
+
+    @property
     def torch_threads(self) -> int:
-        """Threads of torch per rank: as configured, or an equal share of the cores, at least 1."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        """Threads of torch per rank: as configured, or an equal share of a host's cores, at least 1."""
+        most = max(self.hosts.count(host) for host in set(self.hosts))
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // most)
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as plain values that JSON can hold."""
@@ -172,4 +192,5 @@ class BenchConfig:
         fields["routing"] = Routing(**fields["routing"])
         fields["tokens"] = tuple(fields["tokens"])
         fields["backends"] = tuple(fields["backends"])
+        fields["host_of"] = tuple(fields["host_of"])
         return cls(**fields)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from moecomm.bench.config import BenchConfig, Routing
-from moecomm.testing import hot_expert, masked, reference_dispatch, uniform, zipf
+from moecomm.placement import Placement
+from moecomm.testing import hot_expert, limited_to_groups, masked, reference_dispatch, uniform, zipf
 from moecomm.testing.oracle import ReferenceReceived
 
 __all__ = ["Inputs", "Payload", "Workload", "expert_scale", "make_routing"]
@@ -54,8 +55,16 @@ class Payload:
     routed_local: int
 
 
-def make_routing(routing: Routing, num_tokens: int, num_experts: int, num_topk: int, *, seed: int) -> Tensor:
-    """`topk_idx` `[num_tokens, num_topk]` int64 of the kind asked for.
+def make_routing(
+    routing: Routing,
+    num_tokens: int,
+    num_experts: int,
+    num_topk: int,
+    *,
+    seed: int,
+    host_of_expert: Tensor | None = None,
+) -> Tensor:
+    """`topk_idx` `[num_tokens, num_topk]` int64 of the kind asked for; `limited` needs `host_of_expert` `[E]` int64.
 
     Raises:
         ValueError: a parameter that these sizes do not allow.
@@ -67,6 +76,11 @@ def make_routing(routing: Routing, num_tokens: int, num_experts: int, num_topk: 
     if routing.kind == "masked":
         assert routing.parameter is not None
         return masked(*sizes, seed=seed, fraction=routing.parameter)
+    if routing.kind == "limited":
+        assert routing.parameter is not None
+        assert host_of_expert is not None
+        limit = int(routing.parameter)
+        return limited_to_groups(*sizes, seed=seed, group_of_expert=host_of_expert, num_limited_groups=limit)
     return hot_expert(*sizes, seed=seed) if routing.kind == "hot" else uniform(*sizes, seed=seed)
 
 
