@@ -14,7 +14,7 @@ Layers, and imports only go down:
     kernels                         count, place, copy, reduce
     _C                              native code on raw addresses
 
-`errors`, `groups` and `placement` may be imported by all; `testing` may import all.
+`errors`, `groups`, `placement` and `topology` may be imported by all; `testing` may import all.
 """
 
 from moecomm.communicator import Communicator
@@ -34,6 +34,7 @@ from moecomm.errors import (
 from moecomm.groups import Group, LocalHub, SoloGroup, TorchGroup
 from moecomm.handle import Handle, Received
 from moecomm.placement import Placement
+from moecomm.topology import Topology
 from moecomm.version import __version__
 from moecomm.work import Work
 
@@ -54,6 +55,7 @@ __all__ = [
     "RoutingChanged",
     "SoloGroup",
     "TooManyInFlight",
+    "Topology",
     "TorchGroup",
     "TransportError",
     "TransportUnavailable",

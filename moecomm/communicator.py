@@ -9,7 +9,7 @@ import logging
 import warnings
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,24 +26,14 @@ from moecomm.gradients import is_recording, is_traced, record_combine, record_di
 from moecomm.groups import as_group
 from moecomm.handle import Handle, Received, received_of
 from moecomm.placement import Placement
+from moecomm.topology import Topology
+from moecomm.waiting_times import WaitingTimes
 from moecomm.work import Work
 
-__all__ = ["Communicator", "WaitingTimes"]
+__all__ = ["Communicator"]
 
 _log = logging.getLogger("moecomm.communicator")
 _DEFAULT_LAYOUT: dict[str, Layout] = {"throughput": "expert_major", "low_latency": "slab"}
-
-
-class WaitingTimes(NamedTuple):
-    """Seconds that one rank's waits have lasted, by the rank waited for.
-
-    Attributes:
-        total: `[R]` float32: over all waits.
-        longest: `[R]` float32: in one wait.
-    """
-
-    total: torch.Tensor
-    longest: torch.Tensor
 
 
 class Communicator:
@@ -57,6 +47,8 @@ class Communicator:
         num_topk: largest K, 1 to 64.
         max_tokens_per_rank: largest T of a low-latency call; throughput calls take any T.
         transport: `auto`, `local`, `shm`, or `collective` (through `torch.distributed`; a baseline).
+        topology: where the ranks are: hosts, domains, rails; None: as found. Equal on all ranks. Ranks of one domain
+            must address each other's memory; ranks of different domains may, so any grid can be tried on one host.
         codec: number format of rows on the wire; `none`.
         max_in_flight: calls that may be begun and not waited for, 1 to 8.
         timeout: how long one wait for the peers may last.
@@ -68,6 +60,8 @@ class Communicator:
         num_experts, hidden, num_topk, max_tokens_per_rank, max_in_flight: as given.
         placement: which rank hosts which expert.
         transport_name: the transport in use.
+        topology: as given, or found: hosts by the identity of their kernel, domains by whom the transport in use can
+            address (`collective`: whom any transport could). `print(comm.topology)` draws it.
         id: number of this communicator in this process.
 
     Raises:
@@ -84,6 +78,7 @@ class Communicator:
         num_topk: int,
         max_tokens_per_rank: int = 4096,
         transport: str = "auto",
+        topology: Topology | None = None,
         codec: str = "none",
         max_in_flight: int = 2,
         timeout: timedelta = timedelta(seconds=100),
@@ -123,6 +118,7 @@ class Communicator:
             self.group,
             self.placement,
             transport=transport,
+            topology=topology,
             max_in_flight=max_in_flight,
             memory_limit=memory_limit,
             timeout=timeout.total_seconds(),
@@ -135,6 +131,7 @@ class Communicator:
                 "codec": codec,
             },
         )
+        self.topology = session.topology
         self._exchanger = Exchanger(
             session, make_codec(codec), self.placement, rank=self.rank, hidden=hidden, max_topk=num_topk
         )

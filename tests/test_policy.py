@@ -13,12 +13,12 @@ PACKAGE = ROOT / "moecomm"
 
 # A module imports its own layer and those below it, never one above.
 LAYERS = [
-    {"_C", "errors", "groups", "placement", "version"},
+    {"_C", "errors", "groups", "placement", "topology", "topology_drawing", "version"},
     {"kernels"},
     {"transports"},
     {"codecs"},
     {"algorithms"},
-    {"checks", "exchanger", "handle", "recompute", "work"},
+    {"checks", "exchanger", "handle", "recompute", "waiting_times", "work"},
     {"gradients"},
     {"functional"},
     {"communicator"},
@@ -29,7 +29,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # These name things that exist once per kind; only their registry may know them by name.
 CONCRETE = {
-    "transports": {"base", "peers", "registry"},
+    "transports": {"base", "domains", "peers", "registry"},
     "kernels": {"base", "choices", "eager", "experts", "registry"},
     "codecs": {"base", "registry"},
 }

@@ -16,6 +16,7 @@ from moecomm.algorithms.calls import Call
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
+from moecomm.topology import Topology
 
 __all__ = ["Algorithm", "Arrival", "Returned", "Session"]
 
@@ -111,10 +112,12 @@ class Session(abc.ABC):
 
     Attributes:
         algorithms: by mode.
+        topology: where the ranks are.
         tokens_per_expert: `[E_local]` int64: routes that arrived for each local expert, over all dispatches so far.
     """
 
     algorithms: Mapping[str, Algorithm]
+    topology: Topology
     tokens_per_expert: torch.Tensor
 
     def count_tokens(self, num_tokens_per_expert: npt.NDArray[np.int32]) -> None:

@@ -15,6 +15,8 @@ from moecomm.algorithms.rendezvous import Rendezvous
 from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group
 from moecomm.placement import Placement
+from moecomm.topology import Topology
+from moecomm.transports.domains import check_topology, far_ranks, find_topology
 from moecomm.transports.peers import gather_peers
 from moecomm.transports.registry import choose, transport_names
 
@@ -38,6 +40,7 @@ def make_session(
     placement: Placement,
     *,
     transport: str,
+    topology: Topology | None,
     max_in_flight: int,
     memory_limit: int | None,
     timeout: float,
@@ -51,6 +54,7 @@ def make_session(
         placement: which rank hosts which expert.
         transport: a name, or `auto`: the first transport that reaches all ranks; where none does, `collective`, with a
             warning.
+        topology: where the ranks are; None: as found.
         max_in_flight, memory_limit, timeout: see `Communicator`.
         sizes: fixed shapes of low-latency calls.
         agreed: further values that must be equal on all ranks.
@@ -59,17 +63,30 @@ def make_session(
         The session with its algorithms, and the name of what carries it.
 
     Raises:
-        ValueError: ranks that disagree, or an unknown name.
+        ValueError: ranks that disagree, or a topology that does not hold, on all ranks alike; an unknown name.
+        TypeError: `topology` is something else.
         TransportUnavailable: the transport does not reach all ranks.
     """
     if transport not in exchange_names():
         raise ValueError(f"transport: unknown {transport!r}; available: {', '.join(exchange_names())}")
-    _check_agreement(group, {**agreed, "transport": transport, "max_in_flight": max_in_flight})
+    if not isinstance(topology, Topology | None):
+        raise TypeError(f"topology must be a moecomm.Topology or None, got {type(topology).__name__}")
+    whereabouts = "as found" if topology is None else f"hosts {topology.host_of}, domains {topology.domain_of}"
+    _check_agreement(group, {**agreed, "transport": transport, "topology": whereabouts, "max_in_flight": max_in_flight})
+    if topology is not None and topology.num_ranks != group.size:
+        raise ValueError(f"topology is of {topology.num_ranks} ranks, the group has {group.size}")
     peers = gather_peers(group)
     limit = default_memory_limit() if memory_limit is None else memory_limit
 
+    def settled(far_from: list[list[int]]) -> Topology:
+        if topology is None:
+            return find_topology(peers, far_from)
+        check_topology(topology, peers, far_from)
+        return topology
+
     def collective() -> tuple[Session, str]:
         session = Collective(group, placement, sizes, max_in_flight=max_in_flight, memory_limit=limit)
+        session.topology = settled(group.all_gather(far_ranks(peers[group.rank], peers)))
         return session, Collective.name
 
     if transport == Collective.name:
@@ -91,6 +108,7 @@ def make_session(
             timeout=timeout,
             fixed_bytes=_fixed_bytes(sizes, group.size),
         )
+        exchange.topology = settled(exchange.reach.far_from)
         exchange.algorithms = {"throughput": Rendezvous(exchange), "low_latency": Eager(exchange, sizes, max_in_flight)}
     except BaseException:
         carrier.close()
