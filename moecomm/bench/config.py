@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from moecomm.topology import Topology
+
 __all__ = ["DTYPES", "MODES", "ROUTINGS", "BenchConfig", "Routing", "parse_routing", "parse_tokens"]
 
 # Bytes per element of the row types that can be combined.
@@ -106,7 +108,7 @@ class BenchConfig:
         threads: torch threads per rank; `None` = cores / ranks, at least 1.
         seed: of rows, weights and routing.
         timeout: seconds after which a run that has not ended is ended with an error.
-        host_of: by rank, the number of the host it lives on, from 0; empty = one host.
+        host_of: by rank, the number of the host it lives on, from 0; empty = not known, taken for one host.
     """
 
     ranks: int = 2
@@ -155,10 +157,11 @@ class BenchConfig:
             raise ValueError(f"seconds and timeout must be positive, got {self.seconds} and {self.timeout}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
-        if self.host_of and (len(self.host_of) != self.ranks or set(self.host_of) != set(range(self.num_hosts))):
-            raise ValueError(f"host_of must number the hosts of {self.ranks} ranks from 0, got {self.host_of}")
-        if self.routing.kind == "limited" and int(self.routing.parameter or 1) > self.num_hosts:
-            raise ValueError(f"routing {self.routing} wants more hosts per token than the {self.num_hosts} there are")
+        if self.host_of and len(self.host_of) != self.ranks:
+            raise ValueError(f"host_of must have one entry for each of {self.ranks} ranks, got {self.host_of}")
+        num_hosts = self.topology.num_hosts
+        if self.host_of and self.routing.kind == "limited" and int(self.routing.parameter or 1) > num_hosts:
+            raise ValueError(f"routing {self.routing} wants more hosts per token than the {num_hosts} there are")
 
     @property
     def row_bytes(self) -> int:
@@ -166,19 +169,16 @@ class BenchConfig:
         return self.hidden * DTYPES[self.dtype]
 
     @property
-    def hosts(self) -> tuple[int, ...]:
-        """By rank, the number of its host."""
-        return self.host_of or (0,) * self.ranks
-
-    @property
-    def num_hosts(self) -> int:
-        """How many hosts there are."""
-        return len(set(self.hosts))
+    def topology(self) -> Topology:
+        """On which hosts the ranks are; a host counts as one domain."""
+        host_of = self.host_of or (0,) * self.ranks
+        return Topology(host_of, host_of)
 
     @property
     def torch_threads(self) -> int:
         """Threads of torch per rank: as configured, or an equal share of a host's cores, at least 1."""
-        most = max(self.hosts.count(host) for host in set(self.hosts))
+        topology = self.topology
+        most = max(len(topology.ranks_on(host)) for host in range(topology.num_hosts))
         return self.threads or max(1, len(os.sched_getaffinity(0)) // most)
 
     def as_dict(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moecomm.bench.config import BenchConfig
+from moecomm.bench.traffic import Traffic
 
 __all__ = ["Arrived", "Dispatcher", "Setup", "dispatcher_class"]
 
@@ -117,6 +118,10 @@ class Dispatcher(abc.ABC):
     def layout(self) -> str:
         """In which layout rows arrive: `expert_major` or `slab`."""
         return "expert_major"
+
+    def traffic(self) -> Traffic | None:
+        """Payload that this rank has moved so far between hosts and for them, or `None` where nobody counts it."""
+        return None
 
     def memory(self) -> int | None:
         """Most bytes of receive memory that this rank has touched so far, or `None` where that is not known."""

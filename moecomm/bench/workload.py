@@ -10,7 +10,7 @@ Symbols: T tokens of a rank, H hidden, K top-k, E experts, R ranks, N rows that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -47,12 +47,16 @@ class Payload:
         received_local: those of them that it sent itself.
         routed: routes of its own tokens: rows that it sends, and that come back to it.
         routed_local: those of them whose expert it hosts.
+        needed: by host, tokens of its own with an expert there: rows that must reach that host; 0 for its own host.
+        routed_far: routes of its own tokens whose expert is on another host.
     """
 
     received: int
     received_local: int
     routed: int
     routed_local: int
+    needed: tuple[int, ...]
+    routed_far: int
 
 
 def make_routing(
@@ -107,6 +111,11 @@ class Workload:
     def __init__(self, config: BenchConfig, num_tokens: int, rank: int, *, check: bool) -> None:
         self._config = config
         self._num_tokens = num_tokens
+        self._topology = config.topology
+        # `[E]` int64
+        self._host_of_expert = torch.tensor(self._topology.host_of)[
+            Placement(config.experts, config.ranks).expert_rank.to(torch.int64)
+        ]
         ranks = range(config.ranks)
         self._topk_idxs = [self._topk_idx(r) for r in ranks]
         weights = [self._topk_weights(r) for r in ranks]
@@ -129,6 +138,7 @@ class Workload:
             received_local=local,
             routed=int((self.inputs.topk_idx >= 0).sum()),
             routed_local=local,
+            **self._far_rows(rank),
         )
 
     @property
@@ -181,6 +191,17 @@ class Workload:
             magnitude += term.abs()
         return total, magnitude
 
+    def _far_rows(self, rank: int) -> dict[str, Any]:
+        """The parts of the payload that leave the host of `rank`."""
+        topk_idx, mine = self._topk_idxs[rank], self._topology.host_of[rank]
+        host = torch.where(topk_idx >= 0, self._host_of_expert[topk_idx.clamp_min(0)], mine)
+        others = [other for other in range(self._topology.num_hosts) if other != mine]
+        needed = {other: int((host == other).any(dim=1).sum()) for other in others}
+        return {
+            "needed": tuple(needed.get(other, 0) for other in range(self._topology.num_hosts)),
+            "routed_far": int((host != mine).sum()),
+        }
+
     def _oracle(self, rank: int, weights: list[Tensor]) -> ReferenceReceived:
         narrow = [torch.zeros(self._num_tokens, 1)] * self._config.ranks
         return reference_dispatch(narrow, self._topk_idxs, weights, num_experts=self._config.experts, rank=rank)
@@ -204,4 +225,8 @@ class Workload:
 
     def _topk_idx(self, rank: int) -> Tensor:
         config = self._config
-        return make_routing(config.routing, self._num_tokens, config.experts, config.topk, seed=self._seed(rank, 2))
+        return make_routing(
+            *(config.routing, self._num_tokens, config.experts, config.topk),
+            seed=self._seed(rank, 2),
+            host_of_expert=self._host_of_expert,
+        )

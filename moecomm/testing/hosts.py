@@ -4,9 +4,9 @@
                                      |          |            pairs of virtual Ethernet devices
     host namespaces                eth0       eth0           10.77.0.1, 10.77.0.2, ...
 
-Needs root. Programs are started in a host as a user would start them, by torchrun or mpirun. Hosts have only TCP between
-them: what UCX could use between processes of one machine is switched off, and shared memory is refused because each
-host says who it is.
+Needs root. Programs are started in a host as a user would start them, by torchrun or mpirun. Hosts have only TCP
+between them: what UCX could use between processes of one machine is switched off, and shared memory is refused because
+each host says who it is.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PREFIX = "moecomm"
 INTERFACE = "eth0"
 # As networks of clusters have it; of 1 Gbit/s TCP then has 99 % (with 1500 bytes: 95.6 %).
 MTU = 9000
-# A bucket below 64 KiB would cut the large packets that TCP makes into ones of the MTU, at the price of a core; a larger
-# one lets so many bytes pass at once after a pause, which counts in short exchanges.
+# A bucket below 64 KiB would cut the large packets that TCP makes into ones of the MTU, which costs a core and a third
+# of the rate; a larger one lets so many bytes pass at once after a pause, which counts in short exchanges.
 BURST = "96kb"
 # What the queue of a limited link holds before it drops packets, as time: two hosts may send to a third at once.
 QUEUE = "50ms"
@@ -282,7 +282,7 @@ class Hosts:
             program: file or `-m`, module; then its arguments.
         """
         agent = directory / "enter"
-        lines = ["#!/bin/sh", 'address=$1; shift', 'case "$address" in']
+        lines = ["#!/bin/sh", "address=$1; shift", 'case "$address" in']
         for host in range(self.num_hosts):
             variables = [f"{name}={value}" for name, value in self.environment(host).items()]
             enter = shlex.join(["env", *variables, *self._enter(host), "sh", "-c"])
