@@ -179,11 +179,16 @@ class RailStreams:
         return time.perf_counter_ns() - begin
 
     def _move(self, stream: socket.socket, rank: int, count: int, events: int) -> int:
-        if events & selectors.EVENT_WRITE:
-            return stream.send(self._source[: min(count, _CHUNK)])
-        got = stream.recv_into(self._buffer[: min(count, _CHUNK)])
+        try:
+            if events & selectors.EVENT_WRITE:
+                return stream.send(self._source[: min(count, _CHUNK)])
+            got = stream.recv_into(self._buffer[: min(count, _CHUNK)])
+        except OSError as error:
+            problem = f"plain stream to or from rank {rank}: {error}"
+            raise TransportError(problem, operation="stream", peers=(rank,)) from error
         if got == 0 or self._buffer[got - 1] != rank % 251 + 1:
-            raise TransportError(f"plain stream from rank {rank}: it ended early", operation="stream", peers=(rank,))
+            problem = "it ended early" if got == 0 else "it brought what was not sent"
+            raise TransportError(f"plain stream from rank {rank}: {problem}", operation="stream", peers=(rank,))
         return got
 
     def close(self) -> None:

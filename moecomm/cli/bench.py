@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     launched = launched_as()
     stream = sys.stderr if to_stdout else sys.stdout
     # Launchers show the output of many processes line by line, even where it looks like a terminal.
-    console = Console(stream) if launched is None else Console(stream if launched.rank == 0 else io.StringIO(), rich=False)
+    console = (
+        Console(stream) if launched is None else Console(stream if launched.rank == 0 else io.StringIO(), rich=False)
+    )
     config = _config(args, console, launched)
     if launched is None:
         print_header(console, config)

@@ -218,7 +218,8 @@ class Hosts:
         command: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
-        output: IO[bytes] | int | None = None,
+        stdout: IO[bytes] | int | None = None,
+        stderr: IO[bytes] | int | None = None,
         pass_fds: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
         """Starts a program in a host, in a process group of its own.
@@ -227,15 +228,15 @@ class Hosts:
             host: where.
             command: the program and its arguments.
             env: variables in addition to this process's; those that tell hosts apart are set here.
-            output: where its standard output and error go; None = those of this process.
+            stdout, stderr: where its output goes, as `subprocess` has it; None = where that of this process goes.
             pass_fds: descriptors that it inherits.
         """
         return subprocess.Popen(
             [*self._enter(host), *command],
             env={**os.environ, **(env or {}), **self.environment(host)},
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=None if output is None else subprocess.STDOUT,
+            stdout=stdout,
+            stderr=stderr,
             pass_fds=tuple(pass_fds),
             start_new_session=True,
         )
