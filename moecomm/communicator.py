@@ -9,7 +9,7 @@ import logging
 import warnings
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +17,7 @@ from moecomm import functional
 from moecomm.algorithms.base import Arrival, Returned
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.eager_sizes import EagerSizes
+from moecomm.algorithms.hops import Way
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.registry import make_session
 from moecomm.checks import check_sizes
@@ -31,6 +32,8 @@ from moecomm.waiting_times import WaitingTimes
 from moecomm.work import Work
 
 __all__ = ["Communicator"]
+
+Reduce = Literal["exact", "per_host"]
 
 _log = logging.getLogger("moecomm.communicator")
 _DEFAULT_LAYOUT: dict[str, Layout] = {"throughput": "expert_major", "low_latency": "slab"}
@@ -49,6 +52,8 @@ class Communicator:
         transport: `auto`, `local`, `shm`, or `collective` (through `torch.distributed`; a baseline).
         topology: where the ranks are: hosts, domains, rails; None: as found. Equal on all ranks. Ranks of one domain
             must address each other's memory; ranks of different domains may, so any grid can be tried on one host.
+        algorithm: how throughput calls cross between domains: `hierarchical` (a token once per domain, to a rank there
+            that passes it on), `direct` (to each of its ranks), or `auto`: what moves fewer bytes, call by call.
         codec: number format of rows on the wire; `none`.
         max_in_flight: calls that may be begun and not waited for, 1 to 8.
         timeout: how long one wait for the peers may last.
@@ -79,6 +84,7 @@ class Communicator:
         max_tokens_per_rank: int = 4096,
         transport: str = "auto",
         topology: Topology | None = None,
+        algorithm: Way = "auto",
         codec: str = "none",
         max_in_flight: int = 2,
         timeout: timedelta = timedelta(seconds=100),
@@ -119,6 +125,7 @@ class Communicator:
             self.placement,
             transport=transport,
             topology=topology,
+            way=algorithm,
             max_in_flight=max_in_flight,
             memory_limit=memory_limit,
             timeout=timeout.total_seconds(),
@@ -265,7 +272,9 @@ class Communicator:
         )
         return Work(self._exchanger.session, call, lambda: self._received(call, x, topk_weights))
 
-    def combine(self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None) -> torch.Tensor:
+    def combine(
+        self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None, *, reduce: Reduce = "exact"
+    ) -> torch.Tensor:
         """Brings the experts' rows home and sums them per token. Collective; differentiable in both tensors.
 
         A token's routes are added in ascending k (flat: its ranks' rows in ascending rank), in float32 (float64 for
@@ -280,6 +289,10 @@ class Communicator:
             handle: of the dispatch.
             topk_weights: `[T, K]` floating point: the sum is of weight * row; None: of the rows. expert_major only.
                 Not read where `topk_idx` is -1, where its gradient is 0.
+            reduce: `exact`: the order above. `per_host`: between hosts, a token's rows of each domain (see `topology`)
+                are summed there like that, rounded to the dtype of `y`, and these sums are added at home in ascending
+                domain, in float32 (float64), rounded once: one row per token and domain crosses the link. The same
+                bits each time, but not those of another topology. Equal on all ranks.
 
         Returns:
             `[T, H]`, dtype of `y`; zero for a token without routes.
@@ -288,14 +301,16 @@ class Communicator:
             As `dispatch`.
         """
         if is_traced():
-            return functional.combine(_rows_of(y, handle), handle, topk_weights)
+            return functional.combine(_rows_of(y, handle), handle, topk_weights, reduce)
         recording = is_recording(y, topk_weights)
         y = _rows_of(y, handle) if recording else y
-        call = self._exchanger.begin_combine(y, handle, topk_weights, make_room=True, recording=recording)
+        call = self._exchanger.begin_combine(
+            y, handle, topk_weights, make_room=True, recording=recording, reduce=reduce
+        )
         return self._combined(call, y, handle, topk_weights)
 
     def combine_async(
-        self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None
+        self, y: torch.Tensor, handle: Handle, topk_weights: torch.Tensor | None = None, *, reduce: Reduce = "exact"
     ) -> Work[torch.Tensor]:
         """Begins a `combine`; `work.wait()` gives what it returns. `y` must not change before.
 
@@ -304,10 +319,10 @@ class Communicator:
             As `combine`; errors of the exchange come from `wait`.
         """
         if is_traced():
-            return Work.done_with(functional.combine(_rows_of(y, handle), handle, topk_weights))
+            return Work.done_with(functional.combine(_rows_of(y, handle), handle, topk_weights, reduce))
         recording = is_recording(y, topk_weights)
         y = _rows_of(y, handle) if recording else y
-        call = self._exchanger.begin_combine(y, handle, topk_weights, recording=recording)
+        call = self._exchanger.begin_combine(y, handle, topk_weights, recording=recording, reduce=reduce)
         return Work(self._exchanger.session, call, lambda: self._combined(call, y, handle, topk_weights))
 
     def combine_buffer(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:

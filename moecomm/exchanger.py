@@ -202,10 +202,12 @@ class Exchanger:
         make_room: bool = False,
         recording: bool = False,
         may_change: bool = False,
+        reduce: str = "exact",
     ) -> Call:
         """Checks the arguments of `Communicator.combine` and begins it.
 
         Arguments:
+            reduce: as in `Communicator.combine`.
             values: `[N]` (flat: `[N, K]`), also brought home, route by route; with them `y` may be `[N, 0]`.
             make_room, recording: as in `begin_dispatch`.
             may_change: `y` may be written to as soon as the call is finished here.
@@ -213,6 +215,9 @@ class Exchanger:
         self._admit(Operation.COMBINE, make_room)
         try:
             check_handle(handle, self.id)
+            per_host = reduce == "per_host"
+            if not per_host and reduce != "exact":
+                raise ValueError(f"reduce: unknown {reduce!r}; available: exact, per_host")
             form = (handle.num_rows, handle.routing.layout, handle.routing.capacity, handle.routing.topk_idx.shape)
             looks = (form, look_of(y), look_of(topk_weights), values is None)
             found = self._combines.get(looks)
@@ -229,7 +234,13 @@ class Exchanger:
             self.session.refuse(Operation.COMBINE, error)
             raise
         return algorithm.begin_combine(
-            y, _routing(handle, recording), row_format, topk_weights=topk_weights, values=values, may_change=may_change
+            y,
+            _routing(handle, recording),
+            row_format,
+            topk_weights=topk_weights,
+            values=values,
+            may_change=may_change,
+            per_host=per_host,
         )
 
     def _width(self, rows: torch.Tensor, values: torch.Tensor | None) -> int:
@@ -248,9 +259,12 @@ class Exchanger:
         *,
         values: torch.Tensor | None = None,
         may_change: bool = False,
+        reduce: str = "exact",
     ) -> Returned:
         """`begin_combine` and `finish` in one."""
-        call = self.begin_combine(y, handle, topk_weights, values=values, make_room=True, may_change=may_change)
+        call = self.begin_combine(
+            y, handle, topk_weights, values=values, make_room=True, may_change=may_change, reduce=reduce
+        )
         returned: Returned = self.finish(call)
         return returned
 

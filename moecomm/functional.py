@@ -46,7 +46,9 @@ _library.define(
     f"dispatch_cached(Tensor x, Tensor? topk_weights, {_HANDLE}, SymInt num_rows, int num_local_experts) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_library.define(f"combine(Tensor y, Tensor? topk_weights, Tensor? values, {_HANDLE}) -> (Tensor, Tensor)")
+_library.define(
+    f'combine(Tensor y, Tensor? topk_weights, Tensor? values, {_HANDLE}, *, str reduce="exact") -> (Tensor, Tensor)'
+)
 _library.define(f"combine_adjoint(Tensor grad, Tensor y, Tensor topk_weights, {_HANDLE}) -> (Tensor, Tensor)")
 
 _ops = torch.ops.moecomm
@@ -85,10 +87,10 @@ def dispatch(
     )
 
 
-def combine(y: Tensor, handle: Handle, topk_weights: Tensor | None) -> Tensor:
+def combine(y: Tensor, handle: Handle, topk_weights: Tensor | None, reduce: str) -> Tensor:
     """`Communicator.combine` through the operators."""
     sums: Tensor
-    sums, _ = _ops.combine(y, topk_weights, None, *spread(handle))
+    sums, _ = _ops.combine(y, topk_weights, None, *spread(handle), reduce=reduce)
     return sums
 
 
@@ -135,11 +137,13 @@ def _dispatch_cached_cpu(x: Tensor, topk_weights: Tensor | None, *rest: Any) -> 
     return _outputs(exchanger, exchanger.dispatch_again(x, topk_weights, handle))
 
 
-def _combine_cpu(y: Tensor, topk_weights: Tensor | None, values: Tensor | None, *parts: Any) -> tuple[Tensor, Tensor]:
+def _combine_cpu(
+    y: Tensor, topk_weights: Tensor | None, values: Tensor | None, *parts: Any, reduce: str = "exact"
+) -> tuple[Tensor, Tensor]:
     handle = _handle(y.shape[0], *parts)
     # Compiled code uses memory again as soon as an operator has returned.
     exchanger = find_exchanger(handle.communicator)
-    returned = exchanger.combine(y, handle, topk_weights, values=values, may_change=True)
+    returned = exchanger.combine(y, handle, topk_weights, values=values, may_change=True, reduce=reduce)
     home = y.new_empty(0, dtype=weights_dtype(y.dtype)) if returned.values is None else returned.values
     return returned.x, home
 
@@ -196,7 +200,7 @@ def _dispatch_cached_fake(x: Tensor, topk_weights: Tensor | None, routes: Tensor
 
 
 def _combine_fake(
-    y: Tensor, topk_weights: Tensor | None, values: Tensor | None, routes: Tensor, *rest: Any
+    y: Tensor, topk_weights: Tensor | None, values: Tensor | None, routes: Tensor, *rest: Any, reduce: str = "exact"
 ) -> tuple[Tensor, Tensor]:
     home = 0 if values is None else routes.shape
     return y.new_empty((routes.shape[0], y.shape[1])), y.new_empty(home, dtype=weights_dtype(y.dtype))
@@ -211,9 +215,9 @@ def _combine_adjoint_fake(
 # -- autograd ------------------------------------------------------------------------------------------------------
 
 
-def _below_autograd(operator: Any, *arguments: Any) -> tuple[Tensor, ...]:
+def _below_autograd(operator: Any, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
-        outputs: tuple[Tensor, ...] = operator(*arguments)
+        outputs: tuple[Tensor, ...] = operator(*arguments, **options)
     return outputs
 
 
@@ -241,8 +245,10 @@ def _recorded_dispatch(
     return rows, empty if weights is None else weights, *others
 
 
-def _combine_autograd(y: Tensor, topk_weights: Tensor | None, values: Tensor | None, *parts: Any) -> tuple[Tensor, ...]:
-    outputs = _below_autograd(_ops.combine, y, topk_weights, values, *parts)
+def _combine_autograd(
+    y: Tensor, topk_weights: Tensor | None, values: Tensor | None, *parts: Any, reduce: str = "exact"
+) -> tuple[Tensor, ...]:
+    outputs = _below_autograd(_ops.combine, y, topk_weights, values, *parts, reduce=reduce)
     if not is_recording(y, topk_weights, values):
         return outputs
     sums, empty = outputs

@@ -127,6 +127,41 @@ std::uint64_t SignalBoard::total(int slot) const {
     return sum;
 }
 
+std::uint64_t SignalBoard::traffic(int first_slot, int num_slots) const {
+    MC_CHECK(num_slots > 0 && has_slot(first_slot) && has_slot(first_slot + num_slots - 1), "traffic: out of range");
+    std::uint64_t sum = 0;
+    for (int slot = first_slot; slot < first_slot + num_slots; ++slot)
+        for (int source = 0; source < num_ranks_; ++source)
+            sum += counter(rank_, slot, source).load(std::memory_order_seq_cst);
+    return sum;
+}
+
+WaitStatus SignalBoard::wait_traffic(int first_slot, int num_slots, std::uint64_t beyond, std::int64_t timeout_ns) {
+    const std::int64_t start = now_ns();
+    const auto grown = [&] { return traffic(first_slot, num_slots) > beyond; };
+    if (grown()) return WaitStatus::kReached;
+    if (spin_ns_ > 0 && timeout_ns > 0) {
+        const std::int64_t spin_until = start + (spin_ns_ < timeout_ns ? spin_ns_ : timeout_ns);
+        do {
+            for (int i = 0; i < 32; ++i) {
+                poll_ ? poll_(false) : relax();
+                if (grown()) return WaitStatus::kReached;
+            }
+        } while (now_ns() < spin_until);
+        if (poll_) poll_(true);
+    }
+    Header& mine = header(rank_);
+    for (;;) {
+        mine.sleepers.fetch_add(1, std::memory_order_seq_cst);
+        const std::uint32_t seen = mine.doorbell.load(std::memory_order_seq_cst);
+        const std::int64_t left = start + timeout_ns - now_ns();
+        if (!grown() && left > 0) futex_wait(mine.doorbell, seen, left < kSliceNs ? left : kSliceNs);
+        mine.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+        if (grown()) return WaitStatus::kReached;
+        if (left <= 0) return WaitStatus::kTimeout;
+    }
+}
+
 bool SignalBoard::lost(int slot, std::uint64_t at_least) const {
     for (int source : gone())
         if (counter(rank_, slot, source).load(std::memory_order_acquire) < at_least) return true;

@@ -48,6 +48,10 @@ class SignalBoard {
     std::uint64_t lane(int slot, int source) const;
     // The sum of all lanes of my slot.
     std::uint64_t total(int slot) const;
+    // The sum of all lanes of so many of my slots; more than `beyond` ends the wait. Whether a rank has gone is not
+    // looked at: any source may be the one that goes on.
+    std::uint64_t traffic(int first_slot, int num_slots) const;
+    WaitStatus wait_traffic(int first_slot, int num_slots, std::uint64_t beyond, std::int64_t timeout_ns);
     // How long waits have waited for each source, in nanoseconds: in all, and at most in one wait.
     const std::vector<std::int64_t>& waited_ns() const { return waited_ns_; }
     const std::vector<std::int64_t>& longest_wait_ns() const { return longest_wait_ns_; }

@@ -15,15 +15,15 @@ namespace moecomm {
 namespace {
 
 // Waits in slices, so that an interrupt from the keyboard is heard; the GIL is free while waiting.
-int wait_interruptible(SignalBoard& board, int slot, std::uint64_t at_least, double timeout) {
-    if (board.reached(slot, at_least)) return static_cast<int>(WaitStatus::kReached);
+template <class Wait>
+int wait_interruptible(double timeout, const Wait& wait) {
     std::int64_t left = static_cast<std::int64_t>(std::min(timeout, 1e9) * 1e9);
     constexpr std::int64_t slice = 200'000'000;
     for (;;) {
         WaitStatus status;
         {
             const py::gil_scoped_release release;
-            status = board.wait(slot, at_least, std::min(left, slice));
+            status = wait(std::min(left, slice));
         }
         left -= slice;
         if (status != WaitStatus::kTimeout || left <= 0) return static_cast<int>(status);
@@ -68,7 +68,23 @@ void bind_sync(py::module_& m) {
             },
             py::arg("source"), py::arg("nbytes"), py::arg("destinations"), py::arg("offset"), py::arg("slot"),
             py::arg("n"))
-        .def("wait", &wait_interruptible, py::arg("slot"), py::arg("at_least"), py::arg("timeout"))
+        .def(
+            "wait",
+            [](SignalBoard& self, int slot, std::uint64_t at_least, double timeout) {
+                if (self.reached(slot, at_least)) return static_cast<int>(WaitStatus::kReached);
+                return wait_interruptible(timeout,
+                                          [&](std::int64_t slice) { return self.wait(slot, at_least, slice); });
+            },
+            py::arg("slot"), py::arg("at_least"), py::arg("timeout"))
+        .def("traffic", &SignalBoard::traffic, py::arg("first_slot"), py::arg("num_slots"))
+        .def(
+            "wait_traffic",
+            [](SignalBoard& self, int first_slot, int num_slots, std::uint64_t beyond, double timeout) {
+                return wait_interruptible(timeout, [&](std::int64_t slice) {
+                    return self.wait_traffic(first_slot, num_slots, beyond, slice);
+                });
+            },
+            py::arg("first_slot"), py::arg("num_slots"), py::arg("beyond"), py::arg("timeout"))
         .def("reached", &SignalBoard::reached, py::arg("slot"), py::arg("at_least"))
         .def("lane", &SignalBoard::lane, py::arg("slot"), py::arg("source"))
         .def("waited_ns", &SignalBoard::waited_ns)

@@ -96,6 +96,7 @@ class Algorithm(abc.ABC):
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
         may_change: bool,
+        per_host: bool = False,
     ) -> Call:
         """Begins a combine; its result is a `Returned`.
 
@@ -104,6 +105,7 @@ class Algorithm(abc.ABC):
             topk_weights: `[T, K]` float32 (float64) contiguous, applied at home, or None.
             values: `[N]` (flat: `[N, K]`) float32 (float64) contiguous, brought home route by route, or None.
             may_change: `y` may be written to as soon as the call is finished here, whatever the peers still read.
+            per_host: a token's rows are summed host by host; where there is one host, that is the same.
         """
 
 

@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 
 from moecomm.algorithms.signature import Operation, Words
 
-__all__ = ["LANE_BEGUN", "LANE_DONE", "LANE_GRANTED", "LANE_NOTICED", "NUM_LANES", "Call", "Phase"]
+__all__ = [
+    "LANE_BEGUN",
+    "LANE_CHUNK",
+    "LANE_CREDIT",
+    "LANE_DONE",
+    "LANE_GRANTED",
+    "LANE_NOTICED",
+    "NUM_LANES",
+    "TRAFFIC_LANES",
+    "Call",
+    "Phase",
+]
 
 # Counter slots. A lane's value is the number of calls for which its source has got that far.
 LANE_BEGUN = 0
@@ -16,7 +27,11 @@ LANE_GRANTED = 1
 LANE_DONE = 2
 # Counts the calls that its source gave up on.
 LANE_NOTICED = 3
-NUM_LANES = 4
+# Count chunks, see channels.py: those sent to me, and those of mine that were taken out.
+LANE_CHUNK = 4
+LANE_CREDIT = 5
+TRAFFIC_LANES = range(LANE_CHUNK, LANE_CREDIT + 1)
+NUM_LANES = 6
 _LANE_NAMES = ("has not made the call", "has not granted receive memory", "has not finished its part")
 
 
@@ -26,12 +41,15 @@ class Phase(NamedTuple):
     Attributes:
         name: for messages.
         lane: counter that every rank must have brought up to this call before the step may run; None = no wait.
-        run: the step, given the call's job.
+        run: the step, given the call's job. A stream's says whether it is finished: if not, it runs again as soon as
+            there is traffic.
+        is_stream: the step does what it can whenever something comes in, and never waits itself.
     """
 
     name: str
     lane: int | None
-    run: Callable[[Any], None]
+    run: Callable[[Any], Any]
+    is_stream: bool = False
 
 
 class Call:
@@ -55,6 +73,7 @@ class Call:
         is_agreed_failure: the failure follows from what all ranks know: all raise the same error, whoever finds it
             first.
         blocks: arena blocks that peers may still write or read when the call fails.
+        awaiting: ranks without which the call's stream cannot go on.
     """
 
     sequence = -1
@@ -65,6 +84,7 @@ class Call:
     recorded = False
     is_agreed_failure = False
     blocks: Sequence[Any] = ()
+    awaiting: Sequence[int] = ()
 
     def __init__(
         self,

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moecomm.algorithms.base import Algorithm, Arrival, Returned, Session
+from moecomm.algorithms.base import Arrival, Returned, Session
 from moecomm.algorithms.calls import Call, Phase
+from moecomm.algorithms.collective_mode import CollectiveMode
 from moecomm.algorithms.collective_rows import RowExchange, as_bytes, join_planes
 from moecomm.algorithms.eager_sizes import EagerSizes
+from moecomm.algorithms.per_domain import reduce_per_domain
 from moecomm.algorithms.plan import block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, describe, words_of
@@ -67,7 +69,7 @@ class Collective(Session):
         if reason is not None:
             raise TransportUnavailable(self.name, reason, _REMEDY)
         assert isinstance(group, TorchGroup)
-        self.algorithms = {"throughput": _Mode(self, None), "low_latency": _Mode(self, sizes)}
+        self.algorithms = {"throughput": CollectiveMode(self, None), "low_latency": CollectiveMode(self, sizes)}
         self.tokens_per_expert = torch.zeros(len(placement.local_experts(group.rank)), dtype=torch.int64)
         self._group = group
         self._placement = placement
@@ -104,9 +106,11 @@ class Collective(Session):
         *,
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
+        per_host: bool,
     ) -> Call:
-        call = Call(Operation.COMBINE, words_of(routing, row_format, values), _PHASES, recording=routing.recording)
-        return self._begin(call, lambda: self._combine(call, y, routing, row_format, topk_weights, values))
+        words = words_of(routing, row_format, values, per_host=per_host)
+        call = Call(Operation.COMBINE, words, _PHASES, recording=routing.recording)
+        return self._begin(call, lambda: self._combine(call, y, routing, row_format, topk_weights, values, per_host))
 
     def _begin(self, call: Call, exchange: Callable[[], None]) -> Call:
         self.check_room(call.operation)
@@ -303,13 +307,17 @@ class Collective(Session):
         row_format: RowFormat,
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
+        per_host: bool,
     ) -> None:
         self._agree(call, np.zeros(self._num_counts, dtype=np.int32), 0)
         rows = self._rows(routing)
         home = [rows.send_back(as_bytes(plane)) for plane in row_format.encode(y.flatten(0, -2))]
         addresses = [[plane.data_ptr() + first * plane.shape[1] for first in rows.first_home()] for plane in home]
-        num_tokens = routing.topk_idx.shape[0]
-        out = row_format.reduce(num_tokens, rows.home_routes, addresses, topk_weights)
+        if per_host:
+            out = reduce_per_domain(row_format, rows.home_routes, addresses, topk_weights, self.topology)
+        else:
+            num_tokens = routing.topk_idx.shape[0]
+            out = row_format.reduce(num_tokens, rows.home_routes, addresses, topk_weights)
         returned = None
         if values is not None:
             back = rows.send_back(as_bytes(values.reshape(rows.num_rows, math.prod(values.shape[1:])))).view(
@@ -364,37 +372,3 @@ class Collective(Session):
             call = self._outstanding.popleft()
             call.fail(CommunicatorClosed(f"{call.title} was in flight when the communicator was closed"))
             call.settle()
-
-
-class _Mode(Algorithm):
-    """A mode of the collective exchange; the modes differ only in the shape of what arrives."""
-
-    name = "collective"
-
-    def __init__(self, session: Collective, sizes: EagerSizes | None) -> None:
-        self._session = session
-        self._sizes = sizes
-
-    def check_size(self, num_tokens: int) -> None:
-        if self._sizes is not None:
-            self._sizes.check(num_tokens)
-
-    def capacity(self, layout: str, expert_alignment: int) -> int:
-        return 0 if self._sizes is None else self._sizes.rows(layout, expert_alignment)
-
-    def begin_dispatch(
-        self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
-    ) -> Call:
-        return self._session.begin_dispatch(x, routing, row_format, topk_weights)
-
-    def begin_combine(
-        self,
-        y: torch.Tensor,
-        routing: Routing,
-        row_format: RowFormat,
-        *,
-        topk_weights: torch.Tensor | None,
-        values: torch.Tensor | None,
-        may_change: bool,
-    ) -> Call:
-        return self._session.begin_combine(y, routing, row_format, topk_weights=topk_weights, values=values)

@@ -69,7 +69,19 @@ class Eager(Algorithm):
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
         may_change: bool,
+        per_host: bool = False,
     ) -> Call:
+        if per_host and self.tools.exchange.topology.num_domains > 1:
+            # Sums must be asked for where they are made, so there is nothing to be had from a single hop.
+            return self.tools.exchange.algorithms["throughput"].begin_combine(
+                y,
+                routing,
+                row_format,
+                topk_weights=topk_weights,
+                values=values,
+                may_change=may_change,
+                per_host=per_host,
+            )
         combine = EagerCombine(
             self.tools, y, routing, row_format, topk_weights=topk_weights, values=values, may_change=may_change
         )

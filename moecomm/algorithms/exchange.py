@@ -11,6 +11,7 @@ from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.far_rows import Reach
 from moecomm.algorithms.fixed_blocks import FixedBlocks
+from moecomm.algorithms.hops import Hops
 from moecomm.algorithms.mailbox import Mailbox
 from moecomm.algorithms.receive_memory import ReceiveMemory
 from moecomm.algorithms.sequencer import Sequencer
@@ -34,10 +35,12 @@ class Exchange(Session):
         memory_limit: bytes of receive memory alive at once; may differ between ranks.
         timeout: seconds that one wait may last.
         fixed_bytes: address space of each rank for blocks of fixed shape.
+        hops: what crosses between domains.
 
     Attributes:
         bases: where everybody's receive memory begins in my address space, by rank; 0 where it has no address.
         reach: who can address whom.
+        hops: what crosses between domains.
     """
 
     def __init__(
@@ -49,9 +52,11 @@ class Exchange(Session):
         memory_limit: int,
         timeout: float,
         fixed_bytes: int,
+        hops: Hops,
     ) -> None:
         self.transport = transport
         self.placement = placement
+        self.hops = hops
         self.kernels = chosen_kernels("cpu")
         self.rank = transport.rank
         num_counts = placement.num_experts + placement.num_ranks
@@ -141,6 +146,8 @@ class Exchange(Session):
             "memory_limit": usage.limit,
             "fixed_blocks_alive": self.memory.fixed_blocks(),
             "copies": self.memory.num_copies,
+            "bytes_between_hosts": self.hops.between,
+            "bytes_forwarded": self.hops.forwarded,
         }
 
     def trim(self) -> int:

@@ -70,6 +70,7 @@ class Homecoming:
                 for here, there, count in runs if nbytes else ():
                     target, source = landings[home] + offset + there * nbytes, plane.data_ptr() + here * nbytes
                     exchange.transport.put(region, target, source, count * nbytes, home)
+                    exchange.hops.between += count * nbytes
 
     def readdress(self, addresses: list[list[int]], landing: int) -> None:
         """Replaces, by plane and rank, the addresses of far ranks' rows by those of where they have landed."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from moecomm.algorithms.base import Session
+from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import NUM_LANES
 from moecomm.algorithms.collective import Collective
 from moecomm.algorithms.eager import Eager
 from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.hierarchical import Hierarchical
+from moecomm.algorithms.hops import WAYS, Hops, Way
 from moecomm.algorithms.receive_memory import default_memory_limit
 from moecomm.algorithms.rendezvous import Rendezvous
 from moecomm.errors import TransportUnavailable
@@ -41,6 +43,7 @@ def make_session(
     *,
     transport: str,
     topology: Topology | None,
+    way: Way,
     max_in_flight: int,
     memory_limit: int | None,
     timeout: float,
@@ -55,6 +58,7 @@ def make_session(
         transport: a name, or `auto`: the first transport that reaches all ranks; where none does, `collective`, with a
             warning.
         topology: where the ranks are; None: as found.
+        way: between domains; see `Communicator`.
         max_in_flight, memory_limit, timeout: see `Communicator`.
         sizes: fixed shapes of low-latency calls.
         agreed: further values that must be equal on all ranks.
@@ -69,10 +73,18 @@ def make_session(
     """
     if transport not in exchange_names():
         raise ValueError(f"transport: unknown {transport!r}; available: {', '.join(exchange_names())}")
+    if way not in WAYS:
+        raise ValueError(f"algorithm: unknown {way!r}; available: {', '.join(WAYS)}")
     if not isinstance(topology, Topology | None):
         raise TypeError(f"topology must be a moecomm.Topology or None, got {type(topology).__name__}")
     whereabouts = "as found" if topology is None else f"hosts {topology.host_of}, domains {topology.domain_of}"
-    _check_agreement(group, {**agreed, "transport": transport, "topology": whereabouts, "max_in_flight": max_in_flight})
+    mine: dict[str, int | str] = {
+        "transport": transport,
+        "topology": whereabouts,
+        "algorithm": way,
+        "max_in_flight": max_in_flight,
+    }
+    _check_agreement(group, {**agreed, **mine})
     if topology is not None and topology.num_ranks != group.size:
         raise ValueError(f"topology is of {topology.num_ranks} ranks, the group has {group.size}")
     peers = gather_peers(group)
@@ -107,9 +119,14 @@ def make_session(
             memory_limit=limit,
             timeout=timeout,
             fixed_bytes=_fixed_bytes(sizes, group.size),
+            hops=Hops(way),
         )
-        exchange.topology = settled(exchange.reach.far_from)
-        exchange.algorithms = {"throughput": Rendezvous(exchange), "low_latency": Eager(exchange, sizes, max_in_flight)}
+        found = exchange.topology = settled(exchange.reach.far_from)
+        throughput: Algorithm = Rendezvous(exchange)
+        if found.num_domains > 1:
+            throughput = Hierarchical(exchange, found, hidden=sizes.hidden, max_topk=sizes.max_topk)
+        low_latency = Eager(exchange, sizes, max_in_flight)
+        exchange.algorithms = {"throughput": throughput, "low_latency": low_latency}
     except BaseException:
         carrier.close()
         raise

@@ -59,6 +59,9 @@ class Rendezvous(Algorithm):
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
         may_change: bool,
+        per_host: bool = False,
     ) -> Call:
-        combine = Combine(self._exchange, y, routing, row_format, topk_weights=topk_weights, values=values)
+        combine = Combine(
+            self._exchange, y, routing, row_format, topk_weights=topk_weights, values=values, per_host=per_host
+        )
         return self._exchange.sequencer.begin(combine.call)

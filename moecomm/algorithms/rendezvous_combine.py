@@ -32,6 +32,7 @@ class Combine:
         row_format: how rows are written.
         topk_weights: `[T, K]` contiguous, applied at home, or None.
         values: `[N]` or (flat) `[N, K]` contiguous, brought home route by route, or None.
+        per_host: the ranks must agree on it.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Combine:
         *,
         topk_weights: torch.Tensor | None,
         values: torch.Tensor | None,
+        per_host: bool = False,
     ) -> None:
         self.exchange = exchange
         self.routing = routing
@@ -60,7 +62,7 @@ class Combine:
             if values is not None:
                 plane_bytes += (values.element_size() * math.prod(values.shape[1:]),)
             self.far = Homecoming(exchange, routing, plane_bytes)
-        words = words_of(routing, row_format, values)
+        words = words_of(routing, row_format, values, per_host=per_host)
         self.call = Call(Operation.COMBINE, words, phases, self, routing.recording)
 
     def _ready(self) -> None:
@@ -78,17 +80,26 @@ class Combine:
         need = 0
         if not exchange.reach.is_alone:
             offsets, self.call.blocks, need = exchange.memory.share(self.planes)
-        assert self.far is not None
         self.landing: _C.Block | None = None
-        if self.far.nbytes and not need:
-            self.landing = exchange.memory.allocate(self.far.nbytes)
+        nbytes = self._landing_bytes()
+        if nbytes and not need:
+            self.landing = exchange.memory.allocate(nbytes)
             if self.landing is None:
-                need = self.far.nbytes
+                need = nbytes
             else:
                 self.call.blocks = [*self.call.blocks, self.landing]
-        # The last offset is for the memory that rows from far ranks land in.
-        offsets += (0,) * (MAX_PLANES - 1 - len(offsets)) + (self.landing.offset if self.landing else 0,)
+        said = (self._announcement(), self.landing.offset if self.landing else 0)
+        offsets += (0,) * (MAX_PLANES - len(said) - len(offsets)) + said
         exchange.sequencer.send_card(self.call, offsets, need, exchange.memory.limit, refused=need > 0)
+
+    def _landing_bytes(self) -> int:
+        """Memory that what comes from far ranks lands in."""
+        assert self.far is not None
+        return self.far.nbytes
+
+    def _announcement(self) -> int:
+        """What else the card says."""
+        return 0
 
     def _cards(self) -> list[Card]:
         cards = self.exchange.sequencer.cards(self.call)
@@ -116,23 +127,31 @@ class Combine:
         assert self.routing.routes is not None
         self._sum(self.routing.routes, self._addresses(self._cards()))
 
+    def _own_addresses(self) -> list[list[int]]:
+        """As `_addresses`, but my own rows where they are, for they need not have been shared."""
+        addresses = self._addresses(self.cards)
+        for where, plane in zip(addresses, self.planes, strict=True):
+            where[self.exchange.rank] = plane.data_ptr()
+        return addresses
+
     def _pull_far(self) -> None:
         exchange = self.exchange
         exchange.sequencer.check_notices(self.call)
         assert self.far is not None
-        addresses = self._addresses(self.cards)
-        for where, plane in zip(addresses, self.planes, strict=True):
-            where[exchange.rank] = plane.data_ptr()
+        addresses = self._own_addresses()
         if self.landing is not None:
             self.far.readdress(addresses, self.landing.address)
         self._sum(self.far.routes, addresses)
 
     def _sum(self, routes: torch.Tensor, addresses: list[list[int]]) -> None:
-        exchange = self.exchange
         num_planes = len(self.row_format.plane_bytes)
         num_tokens = routes.shape[0]
         out = self.row_format.reduce(num_tokens, routes, addresses[:num_planes], self.topk_weights)
         values = None if self.values is None else self._pull_values(routes, self.values.dtype, addresses[num_planes])
+        self._return(out, values)
+
+    def _return(self, out: torch.Tensor, values: torch.Tensor | None) -> None:
+        exchange = self.exchange
         # What was read while its owner gave up is worth nothing.
         exchange.sequencer.check_notices(self.call)
         self.call.result = Returned(out, values)
@@ -149,8 +168,12 @@ class Combine:
         self.exchange.sequencer.check_notices(self.call)
         self.call.blocks = ()
 
-    _phases = (Phase("ready", None, _ready), Phase("pull", LANE_BEGUN, _pull), Phase("release", LANE_DONE, _release))
-    _far_phases = (
+    _phases: tuple[Phase, ...] = (
+        Phase("ready", None, _ready),
+        Phase("pull", LANE_BEGUN, _pull),
+        Phase("release", LANE_DONE, _release),
+    )
+    _far_phases: tuple[Phase, ...] = (
         Phase("ready", None, _ready_far),
         Phase("send home", LANE_BEGUN, _send_home),
         Phase("pull", LANE_GRANTED, _pull_far),

@@ -15,7 +15,7 @@ from moecomm.algorithms.base import Arrival
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call, Phase
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.far_rows import FarRows
-from moecomm.algorithms.mailbox import Grant
+from moecomm.algorithms.mailbox import Card, Grant
 from moecomm.algorithms.plan import Plan, block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
@@ -60,6 +60,7 @@ class Dispatch:
         if topk_weights is not None:
             self.planes += (topk_weights.element_size() * (num_topk if self.flat else 1),)
         self.plan: Plan
+        self.cards: list[Card] = []
         operation = Operation.CACHED_DISPATCH if self.cached else Operation.DISPATCH
         phases = self._cached_phases if self.cached else self._phases
         words = words_of(routing, row_format, topk_weights)
@@ -72,7 +73,11 @@ class Dispatch:
             routing.topk_idx, placement.expert_rank, placement.num_ranks, exchange.mailbox.counts_out
         )
         exchange.sequencer.await_readers(self.call)
-        exchange.sequencer.send_card(self.call, with_counts=True)
+        exchange.sequencer.send_card(self.call, self._announcement(), with_counts=True)
+
+    def _announcement(self) -> tuple[int, ...]:
+        """What else the card says, up to 3 numbers."""
+        return ()
 
     def _reserve(self, counts: npt.NDArray[np.int32]) -> Grant:
         """Plans, and sets receive memory aside if there is enough."""
@@ -91,7 +96,8 @@ class Dispatch:
     def _grant(self) -> None:
         exchange, routing = self.exchange, self.routing
         counts = exchange.mailbox.counts(self.call.sequence)
-        exchange.sequencer.cards(self.call)  # all the same call, and nobody gave up while the counts were read
+        # All the same call, and nobody gave up while the counts were read.
+        self.cards = exchange.sequencer.cards(self.call)
         grant = self._reserve(counts)
         advance = exchange.sequencer.advance(LANE_GRANTED, self.call)
         exchange.mailbox.send_grant(self.call.sequence, grant, LANE_GRANTED, advance)
@@ -112,37 +118,49 @@ class Dispatch:
         assert self.routing.counts is not None
         self.exchange.sequencer.await_readers(self.call)
         grant = self._reserve(self.routing.counts.numpy())
-        self.exchange.sequencer.send_card(self.call, (grant.offset,), grant.need, grant.limit, refused=grant.refused)
+        said = (*self._announcement(), grant.offset)
+        self.exchange.sequencer.send_card(self.call, said, grant.need, grant.limit, refused=grant.refused)
 
     def _grants(self) -> list[Grant]:
         if not self.cached:
             return self.exchange.sequencer.grants(self.call)
-        cards = self.exchange.sequencer.cards(self.call)
-        return [Grant(card.offsets[0], card.need, card.limit, card.refused) for card in cards]
+        self.cards = self.exchange.sequencer.cards(self.call)
+        place = len(self._announcement())
+        return [Grant(card.offsets[place], card.need, card.limit, card.refused) for card in self.cards]
 
-    def _push(self) -> None:
-        exchange, routing = self.exchange, self.routing
+    def _look(self) -> None:
+        """Learns where everybody's rows go, and zeroes the padding here."""
+        exchange = self.exchange
         grants = self._grants()
         for rank, grant in enumerate(grants):
             if grant.refused:
                 raise exchange.exceeded(self.call, rank, grant.need, grant.limit)
-        assert routing.routes is not None
-        layouts = [block_layout(rows, self.planes).offsets for rows in self.plan.rows_per_rank]
-        bases = [base + grant.offset for base, grant in zip(exchange.bases, grants, strict=True)]
-        self._zero_padding(bases[exchange.rank], layouts[exchange.rank])
-        addresses = [
-            [base + offsets[plane] for base, offsets in zip(bases, layouts, strict=True)]
+        self._offsets = [grant.offset for grant in grants]
+        self._layouts = [block_layout(rows, self.planes).offsets for rows in self.plan.rows_per_rank]
+        bases = [base + offset for base, offset in zip(exchange.bases, self._offsets, strict=True)]
+        self._zero_padding(bases[exchange.rank], self._layouts[exchange.rank])
+        self.addresses = [
+            [base + offsets[plane] for base, offsets in zip(bases, self._layouts, strict=True)]
             for plane in range(len(self.planes))
         ]
+
+    def _push(self) -> None:
+        self._look()
+        self._push_direct()
+
+    def _push_direct(self) -> None:
+        exchange = self.exchange
+        assert self.routing.routes is not None
         if exchange.reach.far:
-            self._push_far(addresses, [grant.offset for grant in grants], layouts)
+            self._push_far()
         else:
-            self._write(routing.routes, addresses)
+            self._write(self.routing.routes)
         exchange.sequencer.signal_all(LANE_DONE, self.call)
 
-    def _write(self, routes: torch.Tensor, addresses: list[list[int]]) -> None:
-        """Writes all planes to where the routes and the addresses, by plane and rank, say."""
+    def _write(self, routes: torch.Tensor) -> None:
+        """Writes all planes to where the routes say."""
         kernels, placement, routing = self.exchange.kernels, self.exchange.placement, self.routing
+        addresses = self.addresses
         planes = self.row_format.encode(self.x)
         for tensor, where in zip(planes, addresses, strict=False):
             kernels.push_rows(tensor, routes, where)
@@ -160,7 +178,7 @@ class Dispatch:
         elif self.topk_weights is not None:
             kernels.push_values(self.topk_weights, routes, rest[0])
 
-    def _push_far(self, addresses: list[list[int]], grants: list[int], layouts: list[tuple[int, ...]]) -> None:
+    def _push_far(self) -> None:
         """As `_write`, but what goes to far ranks is packed here and then sent."""
         exchange, routing = self.exchange, self.routing
         transport, me = exchange.transport, exchange.rank
@@ -175,17 +193,18 @@ class Dispatch:
         )
         memory = torch.empty(block_layout(packed.num_rows, self.planes).nbytes, dtype=torch.uint8)
         starts = packed.addresses(memory.data_ptr(), self.planes)
-        for where, parts in zip(addresses, starts, strict=True):
+        for where, parts in zip(self.addresses, starts, strict=True):
             for rank, part in parts.items():
                 where[rank] = part
-        self._write(packed.routes(exchange.kernels, routing.topk_idx), addresses)
+        self._write(packed.routes(exchange.kernels, routing.topk_idx))
         offsets = block_layout(packed.num_rows, self.planes).offsets
         for rank in exchange.reach.far:
-            for offset, there_offset, nbytes in zip(offsets, layouts[rank], self.planes, strict=True):
+            for offset, there_offset, nbytes in zip(offsets, self._layouts[rank], self.planes, strict=True):
                 for there, here, count in packed.runs(rank) if nbytes else ():
-                    target = grants[rank] + there_offset + there * nbytes
+                    target = self._offsets[rank] + there_offset + there * nbytes
                     source = memory.data_ptr() + offset + here * nbytes
                     transport.put(exchange.memory.region, target, source, count * nbytes, rank)
+                    exchange.hops.between += count * nbytes
 
     def _zero_padding(self, base: int, offsets: tuple[int, ...]) -> None:
         """Zeroes my rows between the real ones of an expert and its padded end."""

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, LANE_NOTICED, NUM_LANES, Call
-from moecomm.algorithms.mailbox import Card, Grant, Mailbox, Notice
+from moecomm.algorithms import reports
+from moecomm.algorithms.calls import (
+    LANE_BEGUN,
+    LANE_DONE,
+    LANE_GRANTED,
+    LANE_NOTICED,
+    NUM_LANES,
+    TRAFFIC_LANES,
+    Call,
+)
+from moecomm.algorithms.mailbox import Card, Grant, Mailbox
 from moecomm.algorithms.signature import Operation, describe
 from moecomm.errors import (
     CallMismatch,
     CommunicatorClosed,
     MemoryLimitExceeded,
     PeerFailed,
-    PeerLost,
-    PeerTimeout,
     TooManyInFlight,
     TransportError,
 )
@@ -29,6 +37,9 @@ from moecomm.transports.base import Transport, WaitOutcome
 __all__ = ["Sequencer"]
 
 _log = logging.getLogger("moecomm.sequencer")
+
+# How often a stream that waits looks whether a peer gave up or is gone.
+_STREAM_SLICE = 0.05
 _REACHED = WaitOutcome.REACHED
 
 # Kinds of notices. An agreed failure follows from what all ranks know, and all raise it alike, whether they find out
@@ -127,7 +138,11 @@ class Sequencer:
         while not call.settled:
             if not self.may_step():
                 return False
-            self._run_phase(self._outstanding[0])
+            oldest = self._outstanding[0]
+            num_run = oldest.num_run
+            self._run_phase(oldest, may_wait=False)
+            if oldest.num_run == num_run and not oldest.settled:
+                return False
         return True
 
     def may_step(self) -> bool:
@@ -144,14 +159,21 @@ class Sequencer:
             self._give_up(call, call.error)
             self._settle(call)
 
-    def _run_phase(self, call: Call, wanted: Call | None = None) -> None:
-        """Runs a phase; keeps what it raises for whoever waits for the call, or raises it if the call is `wanted`."""
+    def _run_phase(self, call: Call, wanted: Call | None = None, may_wait: bool = True) -> None:
+        """Runs a phase; keeps what it raises for whoever waits for the call, or raises it if the call is `wanted`.
+
+        A stream that may not wait does what it can, and stays the next phase unless that finishes it.
+        """
         phases, num_run = call.phases, call.num_run
-        _, lane, run = phases[num_run]
+        _, lane, run, is_stream = phases[num_run]
         try:
             if lane is not None:
                 self._await(call, lane, call.sequence + 1)
-            run(call.job)
+            if is_stream:
+                if not self._run_stream(call, run, may_wait):
+                    return
+            else:
+                run(call.job)
         except Exception as error:
             call.fail(error)
             self._give_up(call, error)
@@ -278,19 +300,14 @@ class Sequencer:
         for notice in notices:
             if notice.kind >= _AGREED:
                 call.is_agreed_failure = True
-                raise _agreed_error(_AGREED_ERRORS[notice.kind - _AGREED], notice, call)
+                raise reports.agreed(_AGREED_ERRORS[notice.kind - _AGREED], notice, call)
         # A peer that has died is a better answer than a peer that gave up because of it.
         told = {notice.rank for notice in notices}
         last_lane = max(phase.lane or 0 for phase in call.phases)
         lost = [rank for rank in self._gone() if rank not in told and self._is_behind(rank, last_lane, call)]
         if lost:
-            raise self._lost(call, lost)
-        raise self._failed(call, [notice for notice in notices if notice.kind != _FOLLOWED] or notices)
-
-    def _failed(self, call: Call, notices: list[Notice]) -> PeerFailed:
-        texts = "; ".join(f"{self.transport.describe_peer(notice.rank)} gave up: {notice.text}" for notice in notices)
-        ranks = tuple(notice.rank for notice in notices)
-        return PeerFailed(f"{call.title}: {texts}", operation=call.title, peers=ranks)
+            raise reports.lost(self.transport, call, lost)
+        raise reports.failed(self.transport, call, [one for one in notices if one.kind != _FOLLOWED] or notices)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -306,44 +323,31 @@ class Sequencer:
         if outcome is _REACHED:  # an enumeration's member costs more than a name
             return
         if outcome is WaitOutcome.LOST:
-            raise self._lost(call, [rank for rank in self._gone() if self.transport.lane(lane, rank) < at_least])
-        raise self._timeout(call, lane, at_least)
+            raise reports.lost(
+                self.transport, call, [rank for rank in self._gone() if self.transport.lane(lane, rank) < at_least]
+            )
+        raise reports.timed_out(self.transport, call, lane, at_least, self.timeout)
 
-    def _lost(self, call: Call, ranks: list[int]) -> PeerLost:
-        who = ", ".join(self.transport.describe_peer(rank) for rank in ranks)
-        seen = "; ".join(f"rank {rank} {self._progress(rank, call)}" for rank in ranks)
-        return PeerLost(
-            f"{call.title}: lost {who}: the process has ended or closed its communicator while rank "
-            f"{self.transport.rank} was in phase {call.next_phase.name!r}; last seen: {seen}",
-            operation=call.title,
-            peers=tuple(ranks),
-        )
-
-    def _progress(self, rank: int, call: Call) -> str:
-        begun = self.transport.lane(LANE_BEGUN, rank)
-        if begun <= call.sequence:
-            return f"had made {begun} calls, not yet #{call.sequence}"
-        if self.transport.lane(LANE_DONE, rank) > call.sequence:
-            return f"had finished its part of #{call.sequence}"
-        if self.transport.lane(LANE_GRANTED, rank) > call.sequence:
-            return f"had granted receive memory in #{call.sequence} and was moving rows"
-        return f"had begun #{call.sequence}"
-
-    def _timeout(self, call: Call, lane: int, at_least: int) -> PeerTimeout:
-        behind = [rank for rank in range(self.transport.num_ranks) if self.transport.lane(lane, rank) < at_least]
-        gone = set(self.transport.gone())
-        details = "; ".join(
-            f"{self.transport.describe_peer(rank)} {call.lacking(lane)}: counter at {self.transport.lane(lane, rank)}, "
-            f"expected {at_least}, its process {'has ended' if rank in gone else 'lives'}"
-            for rank in behind
-        )
-        return PeerTimeout(
-            f"{call.title}, phase {call.next_phase.name!r}: rank {self.transport.rank} waited {self.timeout:g} s for "
-            f"{details}. Every rank must make the same calls, also with zero tokens; if a rank is merely slow, "
-            f"construct the Communicator with a larger timeout",
-            operation=call.title,
-            peers=tuple(behind),
-        )
+    def _run_stream(self, call: Call, run: Callable[[Any], Any], may_wait: bool) -> bool:
+        """Runs a stream until it is finished, or has to wait and may not; whether it is finished."""
+        waited = 0.0
+        while True:
+            # Before it runs, so that what comes in meanwhile is not slept over.
+            seen = self.transport.traffic(TRAFFIC_LANES)
+            if run(call.job):
+                return True
+            self.check_notices(call)
+            lost = sorted(set(call.awaiting) & set(self._gone()))
+            if lost and self.transport.traffic(TRAFFIC_LANES) == seen:
+                raise reports.lost(self.transport, call, lost)
+            if not may_wait:
+                return False
+            if self.transport.wait_traffic(TRAFFIC_LANES, seen, min(_STREAM_SLICE, self.timeout)):
+                waited = 0.0
+                continue
+            waited += _STREAM_SLICE
+            if waited >= self.timeout:
+                raise reports.stalled(self.transport, call, self.timeout)
 
     # -- failure ---------------------------------------------------------------------------------------------------
 
@@ -371,9 +375,3 @@ class Sequencer:
             if busy:
                 return
             self._quarantine.popleft()
-
-
-def _agreed_error(kind: type[Exception], notice: Notice, call: Call) -> Exception:
-    if kind is CallMismatch:
-        return CallMismatch(notice.text, operation=call.title, peers=(notice.rank,))
-    return kind(notice.text)

@@ -38,6 +38,7 @@ _TITLES = {
     Operation.EAGER_DISPATCH: "low-latency dispatch",
     Operation.EAGER_COMBINE: "low-latency combine",
 }
+_PER_HOST = 2
 _LAYOUTS = ("expert_major", "flat", "slab")
 
 
@@ -47,19 +48,22 @@ def shape_words(layout: Layout, expert_alignment: int, row_format: RowFormat, nu
     return _LAYOUTS.index(layout), expert_alignment, *row_format.words, num_topk, int(extra)
 
 
-def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None) -> Words:
+def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None, *, per_host: bool = False) -> Words:
     """What the ranks of a call must agree on, as the 8 integers that are sent.
 
-    They are: layout; alignment; codec, dtype and hidden size of the rows; K; 1 if something travels beside each row;
-    number of the dispatch that made the handle, or -1.
+    They are: layout; alignment; codec, dtype and hidden size of the rows; K; 1 if something travels beside each row,
+    plus 2 if a combine sums per host; number of the dispatch that made the handle, or -1.
 
     Arguments:
         routing: of the call.
         row_format: of its rows.
         extra: weights or values that travel beside the rows, or None.
+        per_host: each host's rows are summed there.
     """
     num_topk = routing.topk_idx.shape[1]
     words = shape_words(routing.layout, routing.expert_alignment, row_format, num_topk, extra is not None)
+    if per_host:
+        words = (*words[:-1], words[-1] + _PER_HOST)
     return *words, origin_of(routing)
 
 
@@ -73,7 +77,9 @@ def describe(operation: int, words: Words) -> str:
     )
     if codec:
         text += f", codec={codec}"
-    text += f", travelling weights={'yes' if weights else 'no'}"
+    text += f", travelling weights={'yes' if weights % _PER_HOST else 'no'}"
+    if weights >= _PER_HOST:
+        text += ", reduce=per_host"
     if origin >= 0:
         text += f", handle of dispatch #{origin}"
     return text + ")"

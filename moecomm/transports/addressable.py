@@ -78,6 +78,12 @@ class AddressableTransport(Transport):
     def total(self, slot: int) -> int:
         return self.board.total(slot)
 
+    def traffic(self, slots: range) -> int:
+        return self.board.traffic(slots.start, len(slots))
+
+    def wait_traffic(self, slots: range, beyond: int, timeout: float) -> bool:
+        return self.board.wait_traffic(slots.start, len(slots), beyond, timeout) == 0
+
     def signal_all(self, slot: int, n: int) -> None:
         self.board.signal_all(slot, n)
 

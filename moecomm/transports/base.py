@@ -131,6 +131,17 @@ class Transport(abc.ABC):
         return sum(self.lane(slot, source) for source in range(self.num_ranks))
 
     @abc.abstractmethod
+    def traffic(self, slots: range) -> int:
+        """The sum of all lanes of my counters `slots`, a range of step 1."""
+
+    @abc.abstractmethod
+    def wait_traffic(self, slots: range, beyond: int, timeout: float) -> bool:
+        """Waits at most `timeout` seconds until that sum exceeds `beyond`; whether it does.
+
+        A rank that goes does not end the wait: any other may be the one that goes on.
+        """
+
+    @abc.abstractmethod
     def gone(self) -> list[int]:
         """Ranks that will not signal again: their process has ended or they have closed."""
 

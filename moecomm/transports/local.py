@@ -74,3 +74,8 @@ class LocalTransport(AddressableTransport):
         if not self._hub.wait_until(self.rank, settled, timeout):
             return WaitOutcome.TIMEOUT
         return WaitOutcome.REACHED if self.board.reached(slot, at_least) else WaitOutcome.LOST
+
+    def wait_traffic(self, slots: range, beyond: int, timeout: float) -> bool:
+        if self._hub is None or not self._hub.stepped:
+            return super().wait_traffic(slots, beyond, timeout)
+        return self._hub.wait_until(self.rank, lambda: self.traffic(slots) > beyond, timeout)

@@ -181,6 +181,12 @@ class UcxTransport(Transport):
     def total(self, slot: int) -> int:
         return self.board.total(slot)
 
+    def traffic(self, slots: range) -> int:
+        return self.board.traffic(slots.start, len(slots))
+
+    def wait_traffic(self, slots: range, beyond: int, timeout: float) -> bool:
+        return self.board.wait_traffic(slots.start, len(slots), beyond, timeout) == 0
+
     def gone(self) -> list[int]:
         self._log_notes()
         return self.board.gone()

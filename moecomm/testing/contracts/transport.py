@@ -151,6 +151,30 @@ def _counters(group: Group, name: str) -> None:
     transport.close()
 
 
+def check_traffic_ends_a_wait(world: World) -> None:
+    """A signal of any rank in any of several counters ends a wait for traffic; without one it lasts its time."""
+    world.run(_traffic, min(2, world.several))
+
+
+def _traffic(group: Group, name: str) -> None:
+    transport = open_transport(group, name)
+    slots = range(1, 3)
+    expect(transport.traffic(slots) == 0, f"traffic before any signal: {transport.traffic(slots)}")
+    expect(not transport.wait_traffic(slots, 0, 0.05), "a wait for traffic ended without traffic")
+    group.all_gather(None)
+    expected = 0
+    for slot, n in ((2, 3), (1, 10)):
+        for rank in range(group.size):
+            transport.signal(rank, 0, 1)  # of another counter, which does not count
+            transport.signal(rank, slot, n)
+        expected += n * group.size
+        while (seen := transport.traffic(slots)) < expected:
+            expect(transport.wait_traffic(slots, seen, _PATIENCE), "the signals do not come")
+        group.all_gather(None)
+    expect(transport.traffic(slots) == 13 * group.size, f"traffic: {transport.traffic(slots)}")
+    transport.close()
+
+
 def check_post_reaches_everyone(world: World) -> None:
     """The same bytes at the same offset of every rank, then the signal."""
     for num_ranks in world.rank_counts:
@@ -276,6 +300,7 @@ CHECKS: tuple[Callable[[World], None], ...] = (
     check_puts_outside_the_region_are_refused,
     check_pointers_lead_to_the_peer,
     check_counters_add_up_per_source,
+    check_traffic_ends_a_wait,
     check_post_reaches_everyone,
     check_a_signal_never_overtakes_its_puts,
     check_a_wait_ends_at_its_deadline,

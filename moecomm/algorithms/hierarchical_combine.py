@@ -1,0 +1,255 @@
+"""The phases of one combine between domains; see hierarchical.py for the order."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Phase
+from moecomm.algorithms.channels import HEADER_BYTES, Channels, Chunk, ChunkForm
+from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.hops import Choice
+from moecomm.algorithms.plan import block_layout
+from moecomm.algorithms.rail_requests import requests_for, requests_per_domain
+from moecomm.algorithms.rails import Entries, RailRoutes, Rails, tensor_at
+from moecomm.algorithms.rendezvous_combine import Combine
+from moecomm.algorithms.routing import Routing
+from moecomm.algorithms.traffic import Traffic
+from moecomm.codecs.base import RowFormat
+
+__all__ = ["HierarchicalCombine"]
+
+_ID_BYTES = 4
+
+
+class HierarchicalCombine(Combine):
+    """One combine of one rank: asks the rails for rows of their domains, or sums of them, and serves those who ask it.
+
+    Arguments:
+        exchange, y, routing, row_format, topk_weights, values: as for `Combine`.
+        per_host: each domain's rows are summed there.
+        channels: to and from the rails.
+        rails: who is where.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        y: torch.Tensor,
+        routing: Routing,
+        row_format: RowFormat,
+        *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,
+        per_host: bool,
+        channels: Channels,
+        rails: Rails,
+    ) -> None:
+        super().__init__(exchange, y, routing, row_format, topk_weights=topk_weights, values=values, per_host=per_host)
+        self.channels = channels
+        self.rails = rails
+        self.per_host = per_host
+        self.traffic: Traffic | None = None
+        self.is_hierarchical = False
+        self.num_topk = routing.topk_idx.shape[1]
+        # Rows are as wide as y's whatever the codec: the rails have decoded them.
+        self.row_bytes = row_format.hidden * row_format.dtype.itemsize
+        # Where nothing is summed, one entry brings all values of a token.
+        sums = per_host or not self.row_bytes
+        self.requests = requests_per_domain(rails, routing) if sums else requests_for(rails, routing)
+        value_bytes = 0 if values is None else values.element_size()
+        self.answer_bytes = (self.row_bytes, value_bytes * self.num_topk)
+        weight_bytes = 0 if topk_weights is None else topk_weights.element_size()
+        self.arrays = (_ID_BYTES * self.num_topk, weight_bytes * self.num_topk)
+        most_rows = max(1, channels.chunk_bytes // max(1, sum(self.answer_bytes)))
+        self.form = ChunkForm(channels.chunk_bytes, self.arrays, most_rows)
+        self.answers = block_layout(self.requests.num_rows, self.answer_bytes)
+
+    def _landing_bytes(self) -> int:
+        return max(self.answers.nbytes, 0 if self.far is None else self.far.nbytes)
+
+    def _announcement(self) -> int:
+        return self.requests.num_rows
+
+    def _is_worth_it(self) -> bool:
+        """Whether fewer bytes cross between domains this way; the same on all ranks, who know all counts."""
+        routing = self.routing
+        assert routing.counts is not None
+        width = sum(self.row_format.plane_bytes) + self.answer_bytes[1] // (1 if self._is_flat else self.num_topk)
+        direct = self.rails.direct_rows(routing.counts.numpy(), routing.layout) * width
+        asked = sum(card.offsets[-2] for card in self.cards) * (sum(self.answer_bytes) + sum(self.arrays))
+        if self.per_host:
+            self.exchange.hops.note("combine", Choice(self.call.title, True, direct, asked))
+            return True
+        return self.exchange.hops.choose("combine", self.call.title, direct, asked)
+
+    @property
+    def _is_flat(self) -> bool:
+        return self.routing.layout == "flat"
+
+    def _stream(self) -> bool:
+        exchange = self.exchange
+        if self.traffic is None:
+            self.cards = self._cards()
+            self.is_hierarchical = self._is_worth_it()
+            if not self.is_hierarchical:
+                if self.far is not None:
+                    landings = [card.offsets[-1] for card in self.cards]
+                    self.far.send(self.planes, exchange.memory.region, landings)
+                exchange.sequencer.signal_all(LANE_GRANTED, self.call)
+                return True
+            self.addresses = self._own_addresses()
+            self.traffic = self._begin()
+        is_finished = self.traffic.advance()
+        self.call.awaiting = self.traffic.awaited()
+        if is_finished:
+            exchange.sequencer.signal_all(LANE_GRANTED, self.call)
+        return is_finished
+
+    def _begin(self) -> Traffic:
+        channels, rails, routing = self.channels, self.rails, self.routing
+        assert routing.counts is not None
+        counts = routing.counts.numpy()
+        outgoing, row = [], 0
+        for entries, is_whole in zip(self.requests.entries, self.requests.is_whole, strict=True):
+            weights = None
+            if self.topk_weights is not None:
+                weights = torch.where(is_whole[:, None], self.topk_weights[entries.tokens], 1.0)
+            outgoing.append(_RequestsOut(self, channels.rails[entries.domain], entries, weights, row))
+            row += len(entries.tokens)
+        incoming = {
+            source: partial(self._serve, RailRoutes(self.exchange.kernels, rails.placement, routing, source), source)
+            for source in channels.sources
+            if rails.concerns(counts, source, rails.domain)
+        }
+        return Traffic(channels, self.call.sequence, outgoing, incoming, is_answered=True)
+
+    def _serve(self, there: RailRoutes, source: int, chunk: Chunk) -> None:
+        """Answers a chunk of requests: sums of rows of my domain, and values."""
+        exchange, num_planes = self.exchange, len(self.row_format.plane_bytes)
+        at_ids, at_weights = self.form.addresses(chunk.address, chunk.num_rows)
+        shape = (chunk.num_rows, self.num_topk)
+        ids = tensor_at(at_ids, torch.int32, shape)
+        weights = None if self.topk_weights is None else tensor_at(at_weights, self.topk_weights.dtype, shape)
+        routes = there.next_routes(ids)
+        answers: list[torch.Tensor] = []
+        if self.row_bytes:
+            answers.append(self.row_format.reduce(chunk.num_rows, routes, self.addresses[:num_planes], weights))
+        else:
+            answers.append(torch.empty(0))
+        if self.values is not None:
+            answers.append(self._values_at(ids, routes, self.values.dtype, self.addresses[num_planes]))
+        for answer, target in zip(answers, chunk.answers, strict=False):
+            nbytes = answer.numel() * answer.element_size()
+            if nbytes:
+                exchange.transport.put(exchange.memory.region, target, answer.data_ptr(), nbytes, source)
+                exchange.hops.between += nbytes
+
+    def _values_at(
+        self, topk_idx: torch.Tensor, routes: torch.Tensor, dtype: torch.dtype, addresses: list[int]
+    ) -> torch.Tensor:
+        kernels = self.exchange.kernels
+        if self._is_flat:
+            return kernels.pull_flat_values(
+                topk_idx, routes, self.exchange.placement.expert_rank, addresses, dtype=dtype
+            )
+        return kernels.pull_values(routes, addresses, dtype=dtype)
+
+    def _pull_any(self) -> None:
+        if not self.is_hierarchical:
+            if self.far is not None:
+                self._pull_far()
+                return
+            assert self.routing.routes is not None
+            self._sum(self.routing.routes, self._addresses(self.cards))
+            return
+        self.exchange.sequencer.check_notices(self.call)
+        landing = 0 if self.landing is None else self.landing.address
+        at_rows, at_values = (landing + offset for offset in self.answers.offsets)
+        self._return(self._sums(at_rows), self._values_home(at_values))
+
+    def _sums(self, at_rows: int) -> torch.Tensor:
+        """Adds up the rows of my own domain and the answers."""
+        requests, row_format = self.requests, self.row_format
+        num_tokens, num_planes = requests.routes.shape[0], len(row_format.plane_bytes)
+        own: torch.Tensor | None = None
+        if requests.near is not None:
+            near = requests.near
+            assert self.routing.routes is not None
+            routes = self.rails.near(self.routing.routes[near.tokens])
+            weights = None if self.topk_weights is None else self.topk_weights[near.tokens]
+            own = row_format.reduce(len(near.tokens), routes, self.addresses[:num_planes], weights)
+        more = [at_rows, 0 if own is None else own.data_ptr()]
+        addresses = [where + more for where in self.addresses[:num_planes]]
+        out = row_format.reduce(num_tokens, requests.routes, addresses, None if own is not None else self.topk_weights)
+        tokens, answers = requests.finished
+        if len(tokens):
+            landed = tensor_at(at_rows, row_format.dtype, (requests.num_rows, row_format.hidden))
+            out[tokens] = landed[answers]
+        return out
+
+    def _values_home(self, at_values: int) -> torch.Tensor | None:
+        if self.values is None:
+            return None
+        dtype, requests, routes = self.values.dtype, self.requests, self.routing.routes
+        assert routes is not None
+        near = self.addresses[len(self.row_format.plane_bytes)]
+        values = self._values_at(self.routing.topk_idx, self.rails.near(routes), dtype, near)
+        landed = tensor_at(at_values, dtype, (requests.num_rows, self.num_topk))
+        row = 0
+        for entries in requests.entries:
+            places, columns = (entries.ids >= 0).nonzero(as_tuple=True)
+            values[entries.tokens[places], columns] = landed[row + places, columns]
+            row += len(entries.tokens)
+        return values
+
+    _phases = _far_phases = (
+        Phase("ready", None, Combine._ready_far),
+        Phase("send home", LANE_BEGUN, _stream, is_stream=True),
+        Phase("pull", LANE_GRANTED, _pull_any),
+        Phase("release", LANE_DONE, Combine._release),
+    )
+
+
+class _RequestsOut:
+    """Requests on their way to a rail.
+
+    Arguments:
+        combine: whose they are.
+        rail: to whom they go.
+        entries: what is asked for.
+        weights: `[n, K]` of the entries' rows, or None.
+        first_row: where the first answer belongs among all.
+    """
+
+    def __init__(
+        self, combine: HierarchicalCombine, rail: int, entries: Entries, weights: torch.Tensor | None, first_row: int
+    ) -> None:
+        self.rail = rail
+        self._combine = combine
+        self._entries = entries
+        self._weights = weights
+        self._first_row = first_row
+        self._next = 0
+
+    def write_next(self, outbox: int) -> tuple[Chunk, int]:
+        combine, entries, form = self._combine, self._entries, self._combine.form
+        begin = self._next
+        end = self._next = min(begin + form.most_rows, len(entries.tokens))
+        num_rows = end - begin
+        at_ids, at_weights = form.addresses(outbox, num_rows)
+        ids = entries.ids[begin:end]
+        tensor_at(at_ids, torch.int32, ids.shape).copy_(ids)
+        if self._weights is not None:
+            weights = self._weights[begin:end]
+            tensor_at(at_weights, weights.dtype, weights.shape).copy_(weights)
+        assert combine.landing is not None
+        row = self._first_row + begin
+        rows_at, values_at = (
+            combine.landing.offset + offset + row * nbytes
+            for offset, nbytes in zip(combine.answers.offsets, combine.answer_bytes, strict=True)
+        )
+        nbytes = form.nbytes(num_rows)
+        combine.exchange.hops.between += HEADER_BYTES + nbytes
+        return Chunk(0, num_rows, end == len(entries.tokens), (rows_at, values_at)), nbytes

@@ -1,0 +1,54 @@
+"""What crosses the link between domains: bytes so far, and the bytes that were compared when a way was chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+__all__ = ["WAYS", "Choice", "Hops", "Way"]
+
+Way = Literal["auto", "direct", "hierarchical"]
+WAYS: tuple[str, ...] = get_args(Way)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How one call went, and what that was decided by: payload bytes between domains, of all ranks together.
+
+    Attributes:
+        title: of the call.
+        is_hierarchical: over rails; else from rank to rank.
+        direct_bytes, hierarchical_bytes: of either way.
+    """
+
+    title: str
+    is_hierarchical: bool
+    direct_bytes: int
+    hierarchical_bytes: int
+
+
+class Hops:
+    """Of one rank.
+
+    Attributes:
+        way: what the user wants.
+        between: payload bytes that this rank has put to ranks of other domains.
+        forwarded: payload bytes that it has passed on inside its domain, to itself as well.
+        choices: the last one by kind of call.
+    """
+
+    def __init__(self, way: Way = "auto") -> None:
+        self.way = way
+        self.between = 0
+        self.forwarded = 0
+        self.choices: dict[str, Choice] = {}
+
+    def choose(self, kind: str, title: str, direct_bytes: int, hierarchical_bytes: int) -> bool:
+        """Whether a call goes over rails: if that moves fewer bytes between domains, unless the user says otherwise."""
+        is_hierarchical = self.way == "hierarchical" or (self.way == "auto" and hierarchical_bytes < direct_bytes)
+        self.note(kind, Choice(title, is_hierarchical, direct_bytes, hierarchical_bytes))
+        return is_hierarchical
+
+    def note(self, kind: str, choice: Choice) -> None:
+        """Keeps a choice for whoever asks."""
+        self.choices[kind] = choice

@@ -1,0 +1,139 @@
+"""What goes over the rails, from one rank's point of view: which of its tokens concern which domain.
+
+T tokens   K num_topk   E experts   R ranks   D domains   n entries
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moecomm.algorithms.plan import Layout, plan_exchange
+from moecomm.algorithms.routing import Routing
+from moecomm.kernels.base import ROW_BITS, RowKernels
+from moecomm.placement import Placement
+from moecomm.topology import Topology
+
+__all__ = ["Entries", "RailRoutes", "Rails", "tensor_at"]
+
+
+class Entries(NamedTuple):
+    """Rows of one domain: of dispatch one per token, of combine one per row that comes home.
+
+    Attributes:
+        domain: which.
+        tokens: `[n]` int64, ascending.
+        ids: `[n, K]` int32: the experts of the domain that the entry is about, -1 elsewhere.
+    """
+
+    domain: int
+    tokens: torch.Tensor
+    ids: torch.Tensor
+
+
+class Rails:
+    """Which expert and which rank is in which domain.
+
+    Arguments:
+        topology: of the group.
+        placement: which rank hosts which expert.
+        rank: mine.
+
+    Attributes:
+        topology, placement, rank: as given.
+        domain: mine.
+        domain_of_rank: `[R]` int64.
+        domain_of_expert: `[E]` int64.
+    """
+
+    def __init__(self, topology: Topology, placement: Placement, rank: int) -> None:
+        self.topology = topology
+        self.placement = placement
+        self.rank = rank
+        self.domain = topology.domain_of[rank]
+        self.domain_of_rank = torch.tensor(topology.domain_of, dtype=torch.int64)
+        self.domain_of_expert = self.domain_of_rank[placement.expert_rank.long()]
+        crosses = self.domain_of_rank.numpy()[:, None]
+        self._is_far_expert = crosses != self.domain_of_expert.numpy()[None, :]
+        self._is_far_rank = crosses != self.domain_of_rank.numpy()[None, :]
+
+    def domains_of(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """`[T, K]` int64: domain of each id; D where there is none."""
+        domains = self.domain_of_expert[topk_idx.long().clamp(min=0)]
+        return torch.where(topk_idx >= 0, domains, self.topology.num_domains)
+
+    def concerned(self, domains: torch.Tensor) -> torch.Tensor:
+        """`[T, D]` bool from what `domains_of` gives: whether a token has an expert in a domain."""
+        present = torch.zeros(domains.shape[0], self.topology.num_domains + 1, dtype=torch.bool)
+        return present.scatter_(1, domains, True)[:, :-1]
+
+    def per_token(self, topk_idx: torch.Tensor, domain: int, domains: torch.Tensor | None = None) -> Entries:
+        """One entry for each token that has an expert in the domain."""
+        is_there = (self.domains_of(topk_idx) if domains is None else domains) == domain
+        tokens = is_there.any(dim=1).nonzero().squeeze(1)
+        ids = torch.where(is_there[tokens], topk_idx[tokens], -1)
+        return Entries(domain, tokens, ids.to(torch.int32))
+
+    def near(self, routes: torch.Tensor) -> torch.Tensor:
+        """`[T, P]` routes into my own domain; -1 in place of the others."""
+        is_near = self.domain_of_rank[(routes >> ROW_BITS).clamp(min=0)] == self.domain
+        return torch.where(is_near, routes, -1)
+
+    def direct_rows(self, counts: npt.NDArray[np.int32], layout: Layout) -> int:
+        """Rows that cross between domains if each goes to its rank, over all ranks; from `[R, E + R]` counts."""
+        num_experts = self.placement.num_experts
+        if layout == "flat":
+            return int(counts[:, num_experts:][self._is_far_rank].sum(dtype=np.int64))
+        return int(counts[:, :num_experts][self._is_far_expert].sum(dtype=np.int64))
+
+    def concerns(self, counts: npt.NDArray[np.int32], source: int, domain: int) -> bool:
+        """Whether a rank has any route into a domain."""
+        experts = self.domain_of_expert.numpy() == domain
+        return bool(counts[source, : self.placement.num_experts][experts].any())
+
+
+class RailRoutes:
+    """Where the rows of one source lie in my domain, worked out entry by entry, as they come.
+
+    Arguments:
+        kernels: of the rows.
+        placement: which rank hosts which expert.
+        routing: of the call; complete but for the routes.
+        source: whose rows they are.
+    """
+
+    def __init__(self, kernels: RowKernels, placement: Placement, routing: Routing, source: int) -> None:
+        assert routing.counts is not None
+        self._kernels = kernels
+        self._placement = placement
+        self._is_flat = routing.layout == "flat"
+        plan = plan_exchange(
+            routing.counts.numpy(), placement, source, routing.layout, routing.expert_alignment, routing.capacity
+        )
+        self._bases = torch.from_numpy(plan.bases.copy())
+        self._counts = torch.empty(placement.num_experts + placement.num_ranks, dtype=torch.int32)
+
+    def next_routes(self, ids: torch.Tensor) -> torch.Tensor:
+        """Routes `[n, K]` int64 of the entries that follow, with ids `[n, K]` int32."""
+        kernels, placement = self._kernels, self._placement
+        plan = kernels.plan_flat if self._is_flat else kernels.plan_expert_major
+        routes = plan(ids, placement.expert_rank, self._bases)
+        kernels.count_routes(ids, placement.expert_rank, placement.num_ranks, self._counts)
+        experts = placement.num_experts
+        self._bases += self._counts[experts:] if self._is_flat else self._counts[:experts]
+        return routes
+
+
+def tensor_at(address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor on memory of this process, which it does not keep alive."""
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(*shape, dtype=dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
