@@ -76,10 +76,10 @@ def arguments(part: str, args: argparse.Namespace, others: Sequence[str]) -> lis
         sizes += ["--iterations", str(args.iterations)]
     if part == "low_latency":
         return [*sizes, "--tokens", "8", "--mode", "low_latency", "--against", ",".join(others)]
-    against = [*others]
+    against = ["direct", "per_host", *others]
     if part == "limited":
         sizes += ["--routing", "limited:1"]
-        against = [*(name for name in others if name == "gloo")]
+        against = ["direct", "per_host", *(name for name in others if name == "gloo")]
     return [*sizes, "--tokens", str(args.tokens), "--against", ",".join(against)]
 
 

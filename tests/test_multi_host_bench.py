@@ -1,6 +1,7 @@
 """`moecomm bench` between hosts as a user starts it, by torchrun and by mpirun; tiny sizes, nothing about time."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,14 @@ def test_the_benchmark_of_the_targets(tmp_path):
         pytest.skip(str(error))
     figures = tmp_path / "figures.json"
     script = [sys.executable, str(ROOT / "benchmarks" / "hosts.py"), *SIZES, "--tokens", "40", "--only", "exchange"]
-    done = subprocess.run([*script, "--json", str(figures)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [*script, "--json", str(figures)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all answers are right" in done.stdout
     found = json.loads(figures.read_text())

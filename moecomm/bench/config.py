@@ -96,7 +96,8 @@ class BenchConfig:
         transport, codec: of our communicator.
         routing: how experts are chosen.
         backends: who takes part, in the order of the turns: `moecomm`, `gloo`, `mpi`, `throughput` (moecomm in that
-            mode, to compare its low-latency mode with), or `module:Class` of a dispatcher of your own (see
+            mode, to compare its low-latency mode with), `direct`, `hierarchical` and `per_host` (moecomm with that
+            algorithm, or that sum, between hosts), or `module:Class` of a dispatcher of your own (see
             `moecomm.bench.dispatchers`).
         competitors: `framework` = competitors written as frameworks write them; `tuned` = with reused buffers and the
             fastest reduction that torch alone gives.

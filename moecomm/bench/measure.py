@@ -279,15 +279,16 @@ class Measurement:
                 y[expert, :count].copy_(x[expert, :count])
 
     def _check(self, dispatcher: Dispatcher) -> None:
-        inputs, exact = self._workload.inputs, dispatcher.is_exact
+        inputs = self._workload.inputs
+        how = {"exact": dispatcher.is_exact, "per_host": dispatcher.sums_per_host}
         wrong = self.times.wrong[dispatcher.name]
         arrived = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
         wrong["dispatch"] += wrong_in_dispatch(self._workload, arrived)
         y = self._experts(dispatcher, arrived)
         combined = dispatcher.combine(arrived.x, arrived, inputs.topk_weights)
-        wrong["pair"] += wrong_in_combine(self._workload, combined, scaled=False, exact=exact)
+        wrong["pair"] += wrong_in_combine(self._workload, combined, scaled=False, **how)
         combined = dispatcher.combine(y, arrived, inputs.topk_weights)
-        wrong["combine"] += wrong_in_combine(self._workload, combined, scaled=True, exact=exact)
+        wrong["combine"] += wrong_in_combine(self._workload, combined, scaled=True, **how)
 
     def _experts(self, dispatcher: Dispatcher, arrived: Arrived) -> Tensor:
         """What the benchmark's experts make of the rows; of rows that did not come as they must, the rows."""

@@ -166,11 +166,13 @@ class Workload:
         scale = expert_scale(self._config.experts)[self._first_expert :][: self.num_tokens_per_expert.shape[0]]
         return scale.to(self.inputs.x.dtype).view(-1, 1, 1)
 
-    def combined(self, first: int, last: int, *, scaled: bool) -> tuple[Tensor, Tensor]:
+    def combined(self, first: int, last: int, *, scaled: bool, per_host: bool = False) -> tuple[Tensor, Tensor]:
         """What tokens `first` to `last` must get back.
 
         Arguments:
             scaled: whether experts multiply by `expert_scale`, or give rows back as they came.
+            per_host: whether the sum is made of sums per host, by host in ascending order, each made like the whole
+                and rounded to the rows' dtype.
 
         Returns:
             The sum over routes in ascending k of weight x row, product and sum each rounded to float32 (float64 for
@@ -180,16 +182,21 @@ class Workload:
         accumulator = torch.promote_types(inputs.x.dtype, torch.float32)
         scale = expert_scale(self._config.experts).to(accumulator)
         rows = inputs.x[first:last].to(accumulator)
-        total = torch.zeros_like(rows)
         magnitude = torch.zeros_like(rows)
+        totals = [torch.zeros_like(rows) for _ in range(self._topology.num_hosts if per_host else 1)]
         for k in range(self._config.topk):
             expert = inputs.topk_idx[first:last, k]
             weight = torch.where(expert >= 0, inputs.topk_weights[first:last, k], 0.0).to(accumulator).unsqueeze(1)
             term = rows * scale[expert.clamp_min(0)].unsqueeze(1) if scaled else rows
             term = weight * term
-            total = total + term
+            host = self._host_of_expert[expert.clamp_min(0)].unsqueeze(1)
+            for number, total in enumerate(totals):
+                total += term if len(totals) == 1 else torch.where(host == number, term, 0.0)
             magnitude += term.abs()
-        return total, magnitude
+        if len(totals) == 1:
+            return totals[0], magnitude
+        rounded = [total.to(inputs.x.dtype).to(accumulator) for total in totals]
+        return torch.stack(rounded).cumsum(0)[-1], magnitude
 
     def _far_rows(self, rank: int) -> dict[str, Any]:
         """The parts of the payload that leave the host of `rank`."""
