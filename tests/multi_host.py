@@ -1,32 +1,15 @@
-"""Hosts within one machine: network namespaces joined by a switch, with ranks that live in them.
+"""Warm ranks on the hosts of `moecomm.testing.hosts`, as those of `moecomm.testing.launch`; they meet by gloo."""
 
-switch namespace   bridge ---- port0 ---- port1 ...
-                                 |          |            pairs of virtual Ethernet devices
-host namespaces                eth0       eth0           10.77.0.1, 10.77.0.2, ...
-
-Needs root. Ranks are warm processes, as those of `moecomm.testing.launch`; they meet by gloo over the same links. What
-UCX could use between processes of one machine is switched off: hosts have only TCP between them.
-"""
-
-from __future__ import annotations
-
-import contextlib
 import multiprocessing.connection
-import os
 import pickle
-import secrets
-import shutil
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from datetime import timedelta
-from pathlib import Path
 
 from moecomm.testing.failures import RankDied
 
-PREFIX = "moecomm"
 PORT = 29500
 START_TIMEOUT = 60.0
 BEGUN = "begun"
@@ -35,113 +18,35 @@ READY = "ready"
 channel_to_the_test = None  # of a rank
 
 
-def ip(*arguments):
-    """Calls `ip`; RuntimeError with what it said if it fails."""
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False, timeout=20)
-    if done.returncode != 0:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def why_not():
-    """The sentence why there can be no hosts here, or None."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "the program `ip` (iproute2) is missing"
-    name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(2)}-try"
-    try:
-        ip("netns", "add", name)
-        try:
-            ip("-n", name, "link", "add", "bridge", "type", "bridge")
-        finally:
-            ip("netns", "delete", name)
-    except RuntimeError as error:
-        return f"network namespaces cannot be made here: {error}"
-    return None
-
-
-def remove_leftovers():
-    """Removes namespaces of test processes that have ended without doing so."""
-    for line in ip("netns", "list").splitlines():
-        name = line.split()[0]
-        if name.startswith(f"{PREFIX}-") and not Path("/proc", name.split("-")[1]).exists():
-            ip("netns", "delete", name)
-
-
-class Hosts:
-    """Some hosts and their links; also a world that contract checks can be run on. A context manager.
+class RanksOnHosts:
+    """One process per rank of some hosts; also a world that contract checks can be run on. A context manager.
 
     Arguments:
-        num_hosts: how many.
-        ranks_per_host: how many ranks live on each; one by default.
+        hosts: a `moecomm.testing.hosts.Hosts`.
         transport: what checks are given as the transport's name.
     """
 
     backend = "processes"
 
-    def __init__(self, num_hosts, transport, ranks_per_host=None):
-        self.num_hosts = num_hosts
+    def __init__(self, hosts, transport):
+        self.hosts = hosts
         self.transport = transport
-        self.host_of = [host for host, count in enumerate(ranks_per_host or [1] * num_hosts) for _ in range(count)]
-        self.rank_counts = (len(self.host_of),)
-        self.several = len(self.host_of)
-        self._tag = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(2)}"
-        self._switch = f"{self._tag}-switch"
-        self._made = []
+        self.rank_counts = (hosts.num_ranks,)
+        self.several = hosts.num_ranks
         self._workers = []
 
     def __enter__(self):
-        remove_leftovers()
-        try:
-            self._make(self._switch)
-            ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-            ip("-n", self._switch, "link", "set", "bridge", "up")
-            for host in range(self.num_hosts):
-                name = self.namespace(host)
-                self._make(name)
-                end = ("peer", "name", f"port{host}", "netns", self._switch)
-                ip("-n", name, "link", "add", "eth0", "type", "veth", *end)
-                ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
-                ip("-n", name, "link", "set", "lo", "up")
-                ip("-n", name, "link", "set", "eth0", "up")
-                ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge")
-                self.plug(host)
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *_):
         self.stop()
-        # The devices go with the namespaces.
-        while self._made:
-            with contextlib.suppress(RuntimeError):
-                ip("netns", "delete", self._made.pop())
-
-    def _make(self, name):
-        ip("netns", "add", name)
-        self._made.append(name)
-
-    def namespace(self, host):
-        return f"{self._tag}-{host}"
-
-    def address(self, host):
-        return f"10.77.0.{host + 1}"
-
-    def plug(self, host):
-        ip("-n", self._switch, "link", "set", f"port{host}", "up")
-
-    def unplug(self, host):
-        """Pulls the host's cable; addresses, routes and connections stay."""
-        ip("-n", self._switch, "link", "set", f"port{host}", "down")
 
     def run(self, fn, num_ranks, *args, return_exceptions=False, meanwhile=None, timeout=40.0):
-        """Calls `fn(group, transport, *args)` on every host; see `moecomm.testing.launch`.
+        """Calls `fn(group, transport, *args)` on every rank; see `moecomm.testing.launch`.
 
         `meanwhile()` is called here when all ranks have called `begun()`. After a failure the ranks are replaced.
         """
-        assert num_ranks == len(self.host_of), f"{num_ranks} ranks, but the hosts have {len(self.host_of)}"
+        assert num_ranks == self.several, f"{num_ranks} ranks, but the hosts have {self.several}"
         if not self._workers:
             self._start()
         for worker in self._workers:
@@ -161,7 +66,7 @@ class Hosts:
 
     def _start(self):
         try:
-            self._workers = [Worker(self, rank) for rank in range(len(self.host_of))]
+            self._workers = [Worker(self.hosts, rank) for rank in range(self.several)]
             for worker in self._workers:
                 assert worker.answer(START_TIMEOUT) == READY
         except BaseException:
@@ -181,20 +86,11 @@ class Worker:
         self.rank = rank
         mine, theirs = socket.socketpair()
         with theirs:
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(hosts.host_of)),
-                "MASTER_ADDR": hosts.address(0),
-                "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "MOECOMM_HOST_ID": hosts.namespace(hosts.host_of[rank]),
-                "UCX_TLS": "tcp",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            }
+            meeting = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": str(PORT)}
+            env = {"RANK": str(rank), "WORLD_SIZE": str(hosts.num_ranks), **meeting}
             program = f"import multi_host; multi_host.work({theirs.fileno()})"
-            command = ["ip", "netns", "exec", hosts.namespace(hosts.host_of[rank]), sys.executable, "-c", program]
-            self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+            command = [sys.executable, "-c", program]
+            self.process = hosts.start(hosts.host_of[rank], command, env=env, pass_fds=[theirs.fileno()])
         self.channel = multiprocessing.connection.Connection(mine.detach())
 
     def answer(self, timeout):

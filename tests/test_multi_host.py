@@ -1,13 +1,15 @@
 """Ranks of several hosts: the transport's contract over real links, and what happens when links or hosts fail."""
 
 import ctypes
+import signal
 import subprocess
 import time
 
 import pytest
-from multi_host import PREFIX, Hosts, begun, ip, remove_leftovers, why_not
+from multi_host import RanksOnHosts, begun
 
 from moecomm.testing.contracts import algorithm, low_latency, transport
+from moecomm.testing.hosts import PREFIX, Hosts, ip, remove_leftovers, why_not
 from moecomm.transports.base import WaitOutcome
 from moecomm.transports.peers import gather_peers
 from moecomm.transports.registry import choose, transport_class
@@ -17,36 +19,40 @@ PATIENCE = 20.0
 
 
 @pytest.fixture(scope="module")
-def hosts():
+def ranks():
     reason = find_library().problem or why_not()
     if reason:
         pytest.skip(reason)
-    with Hosts(2, "ucx") as made:
+    with Hosts((1, 1)) as hosts, RanksOnHosts(hosts, "ucx") as made:
         yield made
 
 
-def test_namespaces_of_a_test_that_was_killed_are_removed(hosts):
+def test_namespaces_of_a_test_that_was_killed_are_removed(ranks):
     ended = subprocess.Popen(["true"])
     ended.wait()
     name = f"{PREFIX}-{ended.pid}-test-0"
     ip("netns", "add", name)
+    inside = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "60"])
+    while not ip("netns", "pids", name):
+        time.sleep(0.01)
     remove_leftovers()
     left = ip("netns", "list")
     assert name not in left
-    assert hosts.namespace(0) in left
+    assert ranks.hosts.namespace(0) in left
+    assert inside.wait(timeout=10) == -signal.SIGKILL
 
 
 CHECKS = [*transport.CHECKS, algorithm.check_against_the_oracle, low_latency.check_against_the_oracle]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: f"{check.__module__}-{check.__name__}".split(".")[-1])
-def test_the_contract_holds_between_hosts(hosts, check):
-    check(hosts)
+def test_the_contract_holds_between_hosts(ranks, check):
+    check(ranks)
 
 
-def test_hosts_are_told_apart(hosts):
+def test_hosts_are_told_apart(ranks):
     """In namespaces of one machine the kernel is the same; without the given identity `shm` would be chosen."""
-    assert hosts.run(choose_a_transport, 2) == ["shm+ucx", "shm+ucx"]
+    assert ranks.run(choose_a_transport, 2) == ["shm+ucx", "shm+ucx"]
 
 
 def choose_a_transport(group, _):
@@ -56,13 +62,13 @@ def choose_a_transport(group, _):
     return choice.transport.name
 
 
-def test_a_link_that_is_down_for_a_second_is_survived(hosts):
+def test_a_link_that_is_down_for_a_second_is_survived(ranks):
     def outage():
-        hosts.unplug(1)
+        ranks.hosts.unplug(1)
         time.sleep(1.0)
-        hosts.plug(1)
+        ranks.hosts.plug(1)
 
-    longest = hosts.run(exchange_until_told, 2, 1.5, meanwhile=outage)
+    longest = ranks.run(exchange_until_told, 2, 1.5, meanwhile=outage)
     # That long at least no round can have ended.
     assert min(longest) > 0.5, f"the outage was not seen: {longest}"
 
@@ -95,12 +101,12 @@ def exchange_until_told(group, name, seconds):
     return longest
 
 
-def test_a_link_that_stays_down_ends_the_wait_at_its_deadline(hosts):
+def test_a_link_that_stays_down_ends_the_wait_at_its_deadline(ranks):
     try:
-        outcomes = hosts.run(exchange_until_late, 2, meanwhile=lambda: hosts.unplug(1))
+        outcomes = ranks.run(exchange_until_late, 2, meanwhile=lambda: ranks.hosts.unplug(1))
     finally:
-        hosts.plug(1)
-        hosts.stop()  # the ranks' group has lost its connections, too
+        ranks.hosts.plug(1)
+        ranks.stop()  # the ranks' group has lost its connections, too
     assert outcomes == ["TIMEOUT", "TIMEOUT"]
 
 

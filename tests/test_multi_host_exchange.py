@@ -8,21 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from exchange_ranks import Batch
-from multi_host import Hosts, why_not
+from multi_host import RanksOnHosts
 
 import moecomm
 from moecomm.testing.compare import assert_bitwise_equal
+from moecomm.testing.hosts import Hosts, why_not
 from moecomm.transports.ucx_library import find_library
 
-GRIDS = {"2 x 1": (1, 1), "2 x 2": (2, 2), "2 + 1": (2, 1)}
+GRIDS = {"2 x 1": (1, 1), "2 x 2": (2, 2), "2 + 1": (2, 1), "3 x 2": (2, 2, 2)}
 
 
 @pytest.fixture(scope="module", params=GRIDS.values(), ids=GRIDS)
-def hosts(request):
+def ranks(request):
     reason = find_library().problem or why_not()
     if reason:
         pytest.skip(reason)
-    with Hosts(len(request.param), "auto", request.param) as made:
+    with Hosts(request.param) as hosts, RanksOnHosts(hosts, "auto") as made:
         yield made
 
 
@@ -45,10 +46,10 @@ def exchange(group, transport):
         return comm.transport_name, len(comm._exchanger.session.reach.far)
 
 
-def test_the_same_bits_as_the_collective_exchange(hosts):
-    told = hosts.run(exchange, hosts.several)
-    there = [hosts.host_of.count(host) for host in hosts.host_of]
-    assert told == [("shm+ucx", len(hosts.host_of) - near) for near in there]
+def test_the_same_bits_as_the_collective_exchange(ranks):
+    told = ranks.run(exchange, ranks.several)
+    there = [ranks.hosts.host_of.count(host) for host in ranks.hosts.host_of]
+    assert told == [("shm+ucx", len(ranks.hosts.host_of) - near) for near in there]
 
 
 def sent_bytes():
@@ -70,8 +71,8 @@ def count_bytes(group, transport):
         return sent_bytes() - before, x.nbytes
 
 
-def test_rows_cross_the_wire_once(hosts):
-    on_wire, rows = hosts.run(count_bytes, hosts.several)[0]
+def test_rows_cross_the_wire_once(ranks):
+    on_wire, rows = ranks.run(count_bytes, ranks.several)[0]
     assert rows <= on_wire < 1.05 * rows
 
 
@@ -87,6 +88,6 @@ def lose(group, transport):
     return found.value.peers
 
 
-def test_a_lost_rank_is_named_across_hosts(hosts):
-    told = hosts.run(lose, hosts.several, return_exceptions=True)
-    assert all(hosts.several - 1 in peers for peers in told[:-1]), told
+def test_a_lost_rank_is_named_across_hosts(ranks):
+    told = ranks.run(lose, ranks.several, return_exceptions=True)
+    assert all(ranks.several - 1 in peers for peers in told[:-1]), told

@@ -137,7 +137,8 @@ void UcxWire::fail(Link& link, const std::string& reason) {
     link.is_down = true;
     if (first_failed_ == kNobody) first_failed_ = link.rank;
     board_->mark_departed(link.rank);
-    note("the connection to rank " + std::to_string(link.rank) + " has failed: " + reason);
+    // Two that close at once end each other's connection, and that is no failure.
+    if (!is_closed_) note("the connection to rank " + std::to_string(link.rank) + " has failed: " + reason);
 }
 
 // The peer has said goodbye. When a rank dies, its peers notice one after the other, and leave: who hears of the

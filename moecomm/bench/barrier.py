@@ -1,7 +1,10 @@
-"""A barrier between processes of one host that costs about a microsecond, for use just before a timed operation.
+"""Barriers for use just before a timed operation. Nothing is guarded by them but the clock.
 
-Each rank owns one 64-byte line of a shared page and writes there how often it has arrived; it leaves when every line
-says as much. Nothing is guarded by it but the clock: it orders no memory accesses.
+SpinBarrier    processes of one host: about a microsecond. Each rank owns one 64-byte line of a shared page and writes
+               there how often it has arrived; it leaves when every line says as much
+SignalBarrier  any hosts: everyone signals everyone, and leaves when all signals have come: ranks leave within about
+               the time of one signal
+GroupBarrier   where no transport has counters: that of `torch.distributed`
 """
 
 from __future__ import annotations
@@ -10,16 +13,32 @@ import mmap
 import os
 import time
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
-from moecomm.errors import PeerTimeout
+import torch.distributed as dist
 
-__all__ = ["SpinBarrier"]
+from moecomm.errors import PeerTimeout, TransportUnavailable
+from moecomm.groups import Group
+from moecomm.transports.base import WaitOutcome
+from moecomm.transports.peers import gather_peers
+from moecomm.transports.registry import choose
+
+__all__ = ["Barrier", "GroupBarrier", "SignalBarrier", "SpinBarrier", "make_barrier"]
 
 LINE_BYTES = 64
 # Rounds of looking before the core is offered to somebody else, and before the clock is read.
 SPINS_BEFORE_YIELD = 200
 SPINS_BEFORE_CLOCK = 20_000
+
+
+class Barrier(Protocol):
+    """A place where all ranks meet."""
+
+    def wait(self) -> None:
+        """Return when every rank has called as often as this one; PeerTimeout if one does not come in time."""
+
+    def close(self) -> None:
+        """Let go of what the barrier holds."""
 
 
 @final
@@ -87,3 +106,63 @@ class SpinBarrier:
             operation=f"barrier #{arrivals}",
             peers=missing,
         )
+
+
+@final
+class SignalBarrier:
+    """A barrier of signals of a transport of its own. Construction is collective.
+
+    Arguments:
+        group: who meets.
+        timeout: seconds after which `wait` gives up.
+
+    Raises:
+        TransportUnavailable: no transport with counters reaches all ranks.
+    """
+
+    def __init__(self, group: Group, timeout: float) -> None:
+        peers = gather_peers(group)
+        self._transport = choose("auto", peers[group.rank], peers).transport(group, peers, 1)
+        self._timeout = timeout
+        self._arrivals = 0
+
+    def wait(self) -> None:
+        """As `Barrier.wait`."""
+        self._arrivals += 1
+        self._transport.signal_all(0, 1)
+        if self._transport.wait(0, self._arrivals, self._timeout) is WaitOutcome.REACHED:
+            return
+        missing = tuple(r for r in range(self._transport.num_ranks) if self._transport.lane(0, r) < self._arrivals)
+        who = ", ".join(self._transport.describe_peer(rank) for rank in missing)
+        raise PeerTimeout(
+            f"{who} did not reach barrier {self._arrivals} of the benchmark within {self._timeout:g} s.",
+            operation=f"barrier #{self._arrivals}",
+            peers=missing,
+        )
+
+    def close(self) -> None:
+        """As `Barrier.close`."""
+        self._transport.close()
+
+
+@final
+class GroupBarrier:
+    """The barrier of `torch.distributed`, with the timeout of the group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """As `Barrier.wait`, but what is raised is torch's."""
+        dist.barrier(group=self._group)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def make_barrier(group: Group, process_group: dist.ProcessGroup, timeout: float) -> Barrier:
+    """The best barrier for ranks on any hosts. Collective."""
+    try:
+        return SignalBarrier(group, timeout)
+    except TransportUnavailable:
+        return GroupBarrier(process_group)

@@ -39,7 +39,7 @@ def wrong_in_dispatch(workload: Workload, arrived: Arrived) -> int:
     return wrong
 
 
-def wrong_in_combine(workload: Workload, combined: Tensor, *, scaled: bool, exact: bool) -> int:
+def wrong_in_combine(workload: Workload, combined: Tensor, *, scaled: bool, exact: bool, per_host: bool = False) -> int:
     """Wrong elements in what a combine gave back.
 
     Arguments:
@@ -47,6 +47,7 @@ def wrong_in_combine(workload: Workload, combined: Tensor, *, scaled: bool, exac
         scaled: whether the experts multiplied by `expert_scale`, or gave rows back as they came.
         exact: hold to the bit; otherwise allow what another order of float32 additions and a rounding to the next
             number of the dtype can change.
+        per_host: whether the sum is made of sums per host.
     """
     x = workload.inputs.x
     num_tokens, hidden = x.shape
@@ -56,7 +57,7 @@ def wrong_in_combine(workload: Workload, combined: Tensor, *, scaled: bool, exac
     step = max(1, PIECE_ELEMENTS // hidden)
     for first in range(0, num_tokens, step):
         last = min(first + step, num_tokens)
-        total, magnitude = workload.combined(first, last, scaled=scaled)
+        total, magnitude = workload.combined(first, last, scaled=scaled, per_host=per_host)
         part = combined[first:last]
         if exact:
             wrong += _differing(part, total.to(x.dtype))

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from moecomm.topology import Topology
+
 __all__ = ["DTYPES", "MODES", "ROUTINGS", "BenchConfig", "Routing", "parse_routing", "parse_tokens"]
 
 # Bytes per element of the row types that can be combined.
@@ -19,6 +21,7 @@ ROUTINGS: dict[str, tuple[str, float | None, float, float]] = {
     "zipf": ("few popular experts; the parameter is the load of the busiest expert over the mean load", 1.5, 1.0, 1e6),
     "hot": ("every token chooses expert 0, and others evenly", None, 0.0, 0.0),
     "masked": ("uniform, with this share of the routes replaced by -1", 0.3, 0.0, 1.0),
+    "limited": ("every token's experts drawn evenly from those of so many hosts, drawn evenly", 1.0, 1.0, 1e6),
 }
 
 
@@ -34,7 +37,7 @@ class Routing:
 
 
 def parse_routing(text: str) -> Routing:
-    """Read `uniform`, `zipf:1.5`, `hot` or `masked:0.3`; a parameter left out has its default.
+    """Read `uniform`, `zipf:1.5`, `hot`, `masked:0.3` or `limited:1`; a parameter left out has its default.
 
     Raises:
         ValueError: unknown kind, a parameter where none is taken, or one that is no number or out of range.
@@ -55,6 +58,8 @@ def parse_routing(text: str) -> Routing:
         raise ValueError(f"the parameter of routing {text!r} is not a number") from None
     if not lowest <= value <= highest:
         raise ValueError(f"the parameter of routing {text!r} must be from {lowest:g} to {highest:g}, got {value:g}")
+    if kind == "limited" and value != int(value):
+        raise ValueError(f"the parameter of routing {text!r} must be a whole number of hosts")
     return Routing(kind, value)
 
 
@@ -91,7 +96,8 @@ class BenchConfig:
         transport, codec: of our communicator.
         routing: how experts are chosen.
         backends: who takes part, in the order of the turns: `moecomm`, `gloo`, `mpi`, `throughput` (moecomm in that
-            mode, to compare its low-latency mode with), or `module:Class` of a dispatcher of your own (see
+            mode, to compare its low-latency mode with), `direct`, `hierarchical` and `per_host` (moecomm with that
+            algorithm, or that sum, between hosts), or `module:Class` of a dispatcher of your own (see
             `moecomm.bench.dispatchers`).
         competitors: `framework` = competitors written as frameworks write them; `tuned` = with reused buffers and the
             fastest reduction that torch alone gives.
@@ -103,6 +109,7 @@ class BenchConfig:
         threads: torch threads per rank; `None` = cores / ranks, at least 1.
         seed: of rows, weights and routing.
         timeout: seconds after which a run that has not ended is ended with an error.
+        host_of: by rank, the number of the host it lives on, from 0; empty = not known, taken for one host.
     """
 
     ranks: int = 2
@@ -125,6 +132,7 @@ class BenchConfig:
     threads: int | None = None
     seed: int = 0
     timeout: float = 900.0
+    host_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         at_least_one = (("ranks", self.ranks), ("hidden", self.hidden), ("experts", self.experts), ("topk", self.topk))
@@ -150,6 +158,11 @@ class BenchConfig:
             raise ValueError(f"seconds and timeout must be positive, got {self.seconds} and {self.timeout}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.host_of and len(self.host_of) != self.ranks:
+            raise ValueError(f"host_of must have one entry for each of {self.ranks} ranks, got {self.host_of}")
+        num_hosts = self.topology.num_hosts
+        if self.host_of and self.routing.kind == "limited" and int(self.routing.parameter or 1) > num_hosts:
+            raise ValueError(f"routing {self.routing} wants more hosts per token than the {num_hosts} there are")
 
     @property
     def row_bytes(self) -> int:
@@ -157,9 +170,17 @@ class BenchConfig:
         return self.hidden * DTYPES[self.dtype]
 
     @property
+    def topology(self) -> Topology:
+        """On which hosts the ranks are; a host counts as one domain."""
+        host_of = self.host_of or (0,) * self.ranks
+        return Topology(host_of, host_of)
+
+    @property
     def torch_threads(self) -> int:
-        """Threads of torch per rank: as configured, or an equal share of the cores, at least 1."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks)
+        """Threads of torch per rank: as configured, or an equal share of a host's cores, at least 1."""
+        topology = self.topology
+        most = max(len(topology.ranks_on(host)) for host in range(topology.num_hosts))
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // most)
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration as plain values that JSON can hold."""
@@ -172,4 +193,5 @@ class BenchConfig:
         fields["routing"] = Routing(**fields["routing"])
         fields["tokens"] = tuple(fields["tokens"])
         fields["backends"] = tuple(fields["backends"])
+        fields["host_of"] = tuple(fields["host_of"])
         return cls(**fields)

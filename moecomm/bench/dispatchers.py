@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 from moecomm.bench.config import BenchConfig
+from moecomm.bench.traffic import Traffic
 
 __all__ = ["Arrived", "Dispatcher", "Setup", "dispatcher_class"]
 
 BUILT_IN = {
     "moecomm": "moecomm.bench.ours:MoecommDispatcher",
+    "direct": "moecomm.bench.ours:DirectDispatcher",
+    "hierarchical": "moecomm.bench.ours:HierarchicalDispatcher",
+    "per_host": "moecomm.bench.ours:PerHostDispatcher",
     "gloo": "moecomm.bench.gloo:GlooDispatcher",
     "mpi": "moecomm.bench.mpi:MpiDispatcher",
     "throughput": "moecomm.bench.ours:ThroughputDispatcher",
@@ -71,6 +75,8 @@ class Dispatcher(abc.ABC):
     # Whether combine adds in ascending k in float32 (float64 for float64) and rounds once, so that its answer is fixed
     # to the bit; otherwise the check allows for another order of additions.
     is_exact: ClassVar[bool] = False
+    # Whether it does so host by host, rounds each host's sum to the dtype of the rows, and adds these likewise.
+    sums_per_host: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __init__(self, setup: Setup) -> None:
@@ -118,6 +124,10 @@ class Dispatcher(abc.ABC):
         """In which layout rows arrive: `expert_major` or `slab`."""
         return "expert_major"
 
+    def traffic(self) -> Traffic | None:
+        """Payload that this rank has moved so far between hosts and for them, or `None` where nobody counts it."""
+        return None
+
     def memory(self) -> int | None:
         """Most bytes of receive memory that this rank has touched so far, or `None` where that is not known."""
         return None
@@ -128,7 +138,7 @@ class Dispatcher(abc.ABC):
 
 
 def dispatcher_class(name: str) -> type[Dispatcher]:
-    """Find a dispatcher: `moecomm`, `throughput`, `gloo`, `mpi`, or your own `module:Class`, built as `Class(setup)`.
+    """Find a dispatcher: a name of `BUILT_IN`, or your own `module:Class`, built as `Class(setup)`.
 
     Raises:
         ValueError: unknown name, or what was found is no `Dispatcher`.

@@ -4,10 +4,12 @@
                                 `burst` times   barrier, combine of an output buffer         -> combine
             then, as often, the memory bound
             low latency: then, as often, a signal around the ranks, and an idle loop as long as a pair
+            several hosts: then, as often, plain streams and plain puts of the rows that must cross
             rank 0 says whether there is another turn
 
 So backends alternate and whatever else the machine does hits all alike. A barrier stands before each timed part and is
-not in it. A repetition of small cases takes microseconds, so a turn then holds several.
+not in it. A repetition of small cases takes microseconds, so a turn then holds several. Between hosts bytes are counted
+before the timed part.
 """
 
 from __future__ import annotations
@@ -15,19 +17,21 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 import torch
 from torch import Tensor
 
-from moecomm.bench.barrier import SpinBarrier
+from moecomm.bench.barrier import Barrier
 from moecomm.bench.bound import MemoryBound
 from moecomm.bench.check import wrong_in_combine, wrong_in_dispatch
 from moecomm.bench.config import BenchConfig
 from moecomm.bench.dispatchers import Arrived, Dispatcher
 from moecomm.bench.floor import SignalRing, spin
+from moecomm.bench.links import HOP, Link, RailHop
+from moecomm.bench.traffic import count_traffic
 from moecomm.bench.workload import Workload
 
 __all__ = ["BOUND", "IDLE", "OPS", "SIGNAL", "CaseTimes", "Measurement"]
@@ -56,14 +60,17 @@ class CaseTimes:
 
     Arguments:
         nanoseconds: backend -> op -> one time per iteration; the bound under the name `bound`, and in
-            low-latency mode signals (op `one_way`) under `signal` and the idle loop (op `pair`) under `idle`.
+            low-latency mode signals (op `one_way`) under `signal` and the idle loop (op `pair`) under `idle`; between
+            hosts what links take (op `rails`) under `stream` and `hop`, see links.py.
         wrong: backend -> op -> wrong elements in the checked iterations; empty without check.
         memory: backend -> most bytes of receive memory touched, where known.
+        traffic: backend -> op -> bytes that left the host; see traffic.py; empty on one host.
     """
 
     nanoseconds: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     wrong: dict[str, dict[str, int]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    traffic: dict[str, dict[str, dict[str, int | None]]] = field(default_factory=dict)
 
 
 @final
@@ -77,6 +84,7 @@ class Measurement:
         barrier: over all ranks.
         agree: gives rank 0's value to all ranks.
         ring: measures signals; None where there are none.
+        links: what is measured of the link between hosts, by name.
         progress: called on every rank with the share of this case's timed part that is done, from 0 to 1, and what is
             being done.
     """
@@ -87,12 +95,14 @@ class Measurement:
         workload: Workload,
         *,
         dispatchers: Sequence[Dispatcher],
-        barrier: SpinBarrier,
+        barrier: Barrier,
         agree: Callable[[float], float],
         progress: Callable[[float, str], None],
         ring: SignalRing | None = None,
+        links: Mapping[str, Link] | None = None,
     ) -> None:
         self._ring = ring
+        self._links = dict(links or {})
         self._config = config
         self._workload = workload
         self._dispatchers = tuple(dispatchers)
@@ -117,6 +127,11 @@ class Measurement:
             self.times.nanoseconds[SIGNAL] = {"one_way": []}
         if self._config.mode == "low_latency":
             self.times.nanoseconds[IDLE] = {"pair": []}
+        self._check_links()
+        if self._config.topology.num_hosts > 1:
+            self._progress(0.0, "counting bytes")
+            for dispatcher in self._dispatchers:
+                self.times.traffic[dispatcher.name] = self._count(dispatcher)
         self._progress(0.0, "warming up")
         burst = self._warm_up()
         self._measure(burst)
@@ -129,6 +144,30 @@ class Measurement:
             for dispatcher in self._dispatchers:
                 self._check(dispatcher)
         return self.times
+
+    def _check_links(self) -> None:
+        """Carries the rows that must cross once, untimed; what plain puts brought must be what was sent."""
+        for name, link in self._links.items():
+            self.times.nanoseconds[name] = {"rails": []}
+            self._barrier.wait()
+            link.run()
+        hop = self._links.get(HOP)
+        if isinstance(hop, RailHop):
+            wrong = hop.wrong_bytes()
+            assert wrong == 0, f"plain puts brought {wrong} wrong bytes"
+
+    def _count(self, dispatcher: Dispatcher) -> dict[str, dict[str, int | None]]:
+        inputs = self._workload.inputs
+        arrived: list[Arrived] = []
+
+        def dispatch() -> None:
+            arrived.append(dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights))
+
+        def combine() -> None:
+            dispatcher.combine(arrived[0].x, arrived[0], inputs.topk_weights)
+
+        operations = {"dispatch": dispatch, "combine": combine}
+        return {op: count_traffic(call, self._barrier, dispatcher.traffic) for op, call in operations.items()}
 
     def _warm_up(self) -> int:
         """Untimed turns; returns how many repetitions a turn holds, the same on every rank."""
@@ -160,6 +199,7 @@ class Measurement:
                 for _ in range(repetitions):
                     self._repeat_bound(self.times.nanoseconds.get(BOUND, {}))
                 self._repeat_floor(repetitions)
+                self._repeat_links(repetitions)
                 iterations += repetitions
                 spent = time.monotonic() - started
                 enough = iterations >= (limit if limit is not None else MIN_ITERATIONS)
@@ -223,6 +263,12 @@ class Measurement:
                 self._barrier.wait()
                 idle["pair"].append(spin(period))
 
+    def _repeat_links(self, repetitions: int) -> None:
+        for name, link in self._links.items():
+            for _ in range(repetitions):
+                self._barrier.wait()
+                self.times.nanoseconds[name]["rails"].append(link.run())
+
     def _copy_rows(self, x: Tensor, y: Tensor) -> None:
         """Copies the rows that arrived; of slabs, which are mostly empty, those alone, as experts would write them."""
         if x.dim() == 2:
@@ -233,15 +279,16 @@ class Measurement:
                 y[expert, :count].copy_(x[expert, :count])
 
     def _check(self, dispatcher: Dispatcher) -> None:
-        inputs, exact = self._workload.inputs, dispatcher.is_exact
+        inputs = self._workload.inputs
+        how = {"exact": dispatcher.is_exact, "per_host": dispatcher.sums_per_host}
         wrong = self.times.wrong[dispatcher.name]
         arrived = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
         wrong["dispatch"] += wrong_in_dispatch(self._workload, arrived)
         y = self._experts(dispatcher, arrived)
         combined = dispatcher.combine(arrived.x, arrived, inputs.topk_weights)
-        wrong["pair"] += wrong_in_combine(self._workload, combined, scaled=False, exact=exact)
+        wrong["pair"] += wrong_in_combine(self._workload, combined, scaled=False, **how)
         combined = dispatcher.combine(y, arrived, inputs.topk_weights)
-        wrong["combine"] += wrong_in_combine(self._workload, combined, scaled=True, exact=exact)
+        wrong["combine"] += wrong_in_combine(self._workload, combined, scaled=True, **how)
 
     def _experts(self, dispatcher: Dispatcher, arrived: Arrived) -> Tensor:
         """What the benchmark's experts make of the rows; of rows that did not come as they must, the rows."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 import moecomm
 from moecomm.bench.dispatchers import Arrived, Dispatcher, Setup
+from moecomm.bench.traffic import Traffic
 
-__all__ = ["MoecommDispatcher", "ThroughputDispatcher"]
+__all__ = [
+    "DirectDispatcher",
+    "HierarchicalDispatcher",
+    "MoecommDispatcher",
+    "PerHostDispatcher",
+    "ThroughputDispatcher",
+]
 
 
 class _OurDispatcher(Dispatcher):
@@ -20,13 +27,23 @@ class _OurDispatcher(Dispatcher):
     Arguments:
         setup: what it is built from.
         mode: of the calls.
+        algorithm: of the communicator.
+        reduce: of the combines.
     """
 
     is_exact = True
 
-    def __init__(self, setup: Setup, mode: str) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        mode: str,
+        *,
+        algorithm: Literal["auto", "direct", "hierarchical"] = "auto",
+        reduce: Literal["exact", "per_host"] = "exact",
+    ) -> None:
         config = setup.config
         self._mode = mode
+        self._reduce = reduce
         self._codec = config.codec
         self._dtype = getattr(torch, config.dtype)
         self._communicator = moecomm.Communicator(
@@ -36,6 +53,7 @@ class _OurDispatcher(Dispatcher):
             num_topk=config.topk,
             max_tokens_per_rank=max(config.tokens),
             transport=config.transport,
+            algorithm=algorithm,
             codec=config.codec,
             timeout=timedelta(seconds=min(config.timeout, 100.0)),
         )
@@ -61,7 +79,13 @@ class _OurDispatcher(Dispatcher):
 
     def combine(self, y: Tensor, arrived: Arrived, topk_weights: Tensor) -> Tensor:
         assert isinstance(arrived, moecomm.Received)
-        return self._communicator.combine(y, arrived.handle, topk_weights=topk_weights)
+        return self._communicator.combine(y, arrived.handle, topk_weights, reduce=self._reduce)
+
+    def traffic(self) -> Traffic | None:
+        stats = self._communicator.stats
+        if "bytes_between_hosts" not in stats:
+            return None
+        return Traffic(sent=stats["bytes_between_hosts"], forwarded=stats["bytes_forwarded"])
 
     def memory(self) -> int | None:
         return self._communicator.stats.get("receive_bytes_touched")
@@ -88,3 +112,34 @@ class ThroughputDispatcher(_OurDispatcher):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, "throughput")
+
+
+@final
+class DirectDispatcher(_OurDispatcher):
+    """From rank to rank, also between hosts."""
+
+    name = "direct"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, setup.config.mode, algorithm="direct")
+
+
+@final
+class HierarchicalDispatcher(_OurDispatcher):
+    """Over rails between hosts, whether that moves fewer bytes or not."""
+
+    name = "hierarchical"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, setup.config.mode, algorithm="hierarchical")
+
+
+@final
+class PerHostDispatcher(_OurDispatcher):
+    """As moecomm chooses, with each token's rows summed per host on their way home."""
+
+    name = "per_host"
+    sums_per_host = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, setup.config.mode, reduce="per_host")

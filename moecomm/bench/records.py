@@ -13,11 +13,12 @@ In low-latency mode the floor of dispatch and combine is one one-way signal and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moecomm.bench.config import BenchConfig
+from moecomm.bench.hops import Hops, make_hops
 from moecomm.bench.measure import BOUND, IDLE, OPS, SIGNAL
 from moecomm.bench.statistics import Summary, summarise
 
@@ -45,6 +46,7 @@ class Record:
         ratio: this backend's median over moecomm's, `None` if moecomm took no part.
         wrong: wrong elements over all ranks and checks, `None` if nothing was checked.
         memory: most bytes of receive memory that a rank has touched, in this case or before, where the backend knows.
+        hops: what crossed between hosts; None on one host.
     """
 
     op: str
@@ -64,6 +66,7 @@ class Record:
     ratio: float | None
     wrong: int | None
     memory: int | None
+    hops: Hops | None = None
 
     @property
     def gbps(self) -> float:
@@ -134,6 +137,7 @@ def make_records(config: BenchConfig, results: Sequence[Mapping[str, Any]]) -> l
                         ratio=None if ours is None else summaries[name].median_us / ours,
                         wrong=sum(case["wrong"][name][op] for case in cases) if config.check else None,
                         memory=max((case["memory"][name] for case in cases if name in case["memory"]), default=None),
+                        hops=make_hops(config, cases, name, op, summaries[name].median_us),
                     )
                 )
     return records
@@ -178,7 +182,25 @@ def as_json(config: BenchConfig, record: Record) -> dict[str, Any]:
         "ratio": record.ratio,
         "wrong": record.wrong,
         "receive_memory_bytes": record.memory,
+        "hosts": list(config.topology.host_of),
+        **_hops_as_json(record.hops),
     }
+
+
+def _hops_as_json(hops: Hops | None) -> dict[str, Any]:
+    values: dict[str, Callable[[Hops], Any]] = {
+        "needed_bytes": lambda hops: hops.needed,
+        "sent_bytes": lambda hops: hops.sent,
+        "wire_bytes": lambda hops: hops.wire,
+        "forwarded_bytes": lambda hops: hops.forwarded,
+        "wire_ratio": lambda hops: hops.wire_ratio,
+        "wire_gbps": lambda hops: hops.wire_gbps,
+        "link_gbps": lambda hops: hops.link_gbps,
+        "link_fraction": lambda hops: hops.link_fraction,
+        "hop_us": lambda hops: hops.hop_us,
+        "hop_ratio": lambda hops: hops.hop_ratio,
+    }
+    return {name: None if hops is None else value(hops) for name, value in values.items()}
 
 
 def _has(cases: Sequence[Mapping[str, Any]], name: str) -> bool:

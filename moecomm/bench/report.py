@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -14,7 +15,9 @@ from moecomm.bench.records import Record
 from moecomm.cli.console import Column, Console
 from moecomm.version import __version__
 
-__all__ = ["format_bytes", "format_us", "print_header", "print_table", "table"]
+__all__ = ["format_bytes", "format_us", "hops_table", "print_header", "print_table", "table"]
+
+Number = TypeVar("Number", int, float)
 
 # More load than this per core while nothing of ours runs: something else does.
 QUIET_LOAD_PER_CORE = 0.25
@@ -26,6 +29,11 @@ COLUMNS = (
 LOW_LATENCY_COLUMNS = (
     *("tokens", "op", "backend", "via", "min", "p50", "p99", "p99/p50", "skew"),
     *("floor", "x floor", "x ours", "wrong", "iterations"),
+)
+
+HOPS_COLUMNS = (
+    *("tokens", "op", "backend", "median", "needed", "sent", "on wire", "x needed", "forwarded"),
+    *("GB/s", "link", "of link", "hop", "x hop"),
 )
 
 
@@ -51,7 +59,7 @@ def print_header(console: Console, config: BenchConfig) -> None:
     element = config.row_bytes // config.hidden
     console.line(f"moecomm bench {__version__}: dispatch and combine, {config.mode} mode", style="bold")
     pairs = [
-        ("group", f"{config.ranks} ranks x {tokens} tokens, {config.torch_threads} torch thread(s) per rank"),
+        ("group", f"{_ranks(config)} x {tokens} tokens, {config.torch_threads} torch thread(s) per rank"),
         ("rows", f"{config.hidden} x {config.dtype} = {config.row_bytes} bytes"),
         ("routing", f"{config.routing}, top-{config.topk} of {config.experts} experts, seed {config.seed}"),
         (
@@ -85,6 +93,16 @@ def print_header(console: Console, config: BenchConfig) -> None:
                 "dispatch, combine: one one-way signal (a counter that goes round the ranks) and the bound; pair: both",
             )
         )
+    if config.topology.num_hosts > 1:
+        pairs.append(
+            (
+                "hosts",
+                "needed: rows that must cross, one per token and host. sent, forwarded (inside the host): by the\n"
+                "counters of moecomm. on wire: by the interfaces; x needed: that over needed; GB/s: that / median.\n"
+                "link: payload rate of plain TCP streams of the needed rows, same run; of link: their time / median.\n"
+                "hop: plain puts of the same rows; x hop: median / their time",
+            )
+        )
     if len(config.backends) > 1:
         way = {
             "framework": "competitors as frameworks write them: a fresh tensor per step, scatter-add",
@@ -98,6 +116,14 @@ def print_header(console: Console, config: BenchConfig) -> None:
         console.warning(
             f"the load average is {load:.1f} on {cores} cores: if other work is running, compare ratios, not times"
         )
+
+
+def _ranks(config: BenchConfig) -> str:
+    topology = config.topology
+    if topology.num_hosts == 1:
+        return f"{config.ranks} ranks"
+    each = [str(len(topology.ranks_on(host))) for host in range(topology.num_hosts)]
+    return f"{config.ranks} ranks on {topology.num_hosts} hosts ({' + '.join(each)})"
 
 
 def _tokens(record: Record) -> int:
@@ -159,6 +185,37 @@ def low_latency_table(records: Sequence[Record]) -> tuple[list[Column], list[lis
     return _columns(LOW_LATENCY_COLUMNS, "p50"), rows
 
 
+def hops_table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
+    """The table of what crossed between hosts."""
+    rows = []
+    for record in records:
+        hops = record.hops
+        if hops is None:
+            continue
+        rows.append(
+            [
+                str(record.tokens),
+                record.op,
+                record.backend,
+                format_us(record.summary.median_us),
+                format_bytes(hops.needed),
+                *(_or_dash(count, format_bytes) for count in (hops.sent, hops.wire)),
+                _or_dash(hops.wire_ratio, "{:.3f}".format),
+                _or_dash(hops.forwarded, format_bytes),
+                _or_dash(hops.wire_gbps, "{:.3f}".format),
+                _or_dash(hops.link_gbps, "{:.3f}".format),
+                _or_dash(hops.link_fraction, "{:.1%}".format),
+                _or_dash(hops.hop_us, format_us),
+                _or_dash(hops.hop_ratio, "{:.2f}".format),
+            ]
+        )
+    return _columns(HOPS_COLUMNS, "x needed"), rows
+
+
+def _or_dash(value: Number | None, text: Callable[[Number], str]) -> str:
+    return "-" if value is None else text(value)
+
+
 def _columns(names: Sequence[str], strong: str) -> list[Column]:
     left = {"op", "backend", "via"}
     return [Column(name, "left" if name in left else "right", "bold" if name == strong else "") for name in names]
@@ -195,6 +252,8 @@ def print_table(console: Console, records: Sequence[Record]) -> None:
         _print_noise(console, records)
     else:
         console.table(*table(records))
+    if any(record.hops is not None for record in records):
+        console.table(*hops_table(records), title="Between hosts, of the host that has most")
     # Memory of fixed shape is reserved, not counted: nothing to be said of it.
     known = (r for r in records if r.op == "dispatch" and r.memory is not None and r.idle is None)
     largest = max(known, key=_tokens, default=None)

@@ -10,13 +10,14 @@ Symbols: T tokens of a rank, H hidden, K top-k, E experts, R ranks, N rows that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from moecomm.bench.config import BenchConfig, Routing
-from moecomm.testing import hot_expert, masked, reference_dispatch, uniform, zipf
+from moecomm.placement import Placement
+from moecomm.testing import hot_expert, limited_to_groups, masked, reference_dispatch, uniform, zipf
 from moecomm.testing.oracle import ReferenceReceived
 
 __all__ = ["Inputs", "Payload", "Workload", "expert_scale", "make_routing"]
@@ -46,16 +47,28 @@ class Payload:
         received_local: those of them that it sent itself.
         routed: routes of its own tokens: rows that it sends, and that come back to it.
         routed_local: those of them whose expert it hosts.
+        needed: by host, tokens of its own with an expert there: rows that must reach that host; 0 for its own host.
+        routed_far: routes of its own tokens whose expert is on another host.
     """
 
     received: int
     received_local: int
     routed: int
     routed_local: int
+    needed: tuple[int, ...]
+    routed_far: int
 
 
-def make_routing(routing: Routing, num_tokens: int, num_experts: int, num_topk: int, *, seed: int) -> Tensor:
-    """`topk_idx` `[num_tokens, num_topk]` int64 of the kind asked for.
+def make_routing(
+    routing: Routing,
+    num_tokens: int,
+    num_experts: int,
+    num_topk: int,
+    *,
+    seed: int,
+    host_of_expert: Tensor | None = None,
+) -> Tensor:
+    """`topk_idx` `[num_tokens, num_topk]` int64 of the kind asked for; `limited` needs `host_of_expert` `[E]` int64.
 
     Raises:
         ValueError: a parameter that these sizes do not allow.
@@ -67,6 +80,11 @@ def make_routing(routing: Routing, num_tokens: int, num_experts: int, num_topk: 
     if routing.kind == "masked":
         assert routing.parameter is not None
         return masked(*sizes, seed=seed, fraction=routing.parameter)
+    if routing.kind == "limited":
+        assert routing.parameter is not None
+        assert host_of_expert is not None
+        limit = int(routing.parameter)
+        return limited_to_groups(*sizes, seed=seed, group_of_expert=host_of_expert, num_limited_groups=limit)
     return hot_expert(*sizes, seed=seed) if routing.kind == "hot" else uniform(*sizes, seed=seed)
 
 
@@ -93,6 +111,11 @@ class Workload:
     def __init__(self, config: BenchConfig, num_tokens: int, rank: int, *, check: bool) -> None:
         self._config = config
         self._num_tokens = num_tokens
+        self._topology = config.topology
+        # `[E]` int64
+        self._host_of_expert = torch.tensor(self._topology.host_of)[
+            Placement(config.experts, config.ranks).expert_rank.to(torch.int64)
+        ]
         ranks = range(config.ranks)
         self._topk_idxs = [self._topk_idx(r) for r in ranks]
         weights = [self._topk_weights(r) for r in ranks]
@@ -115,6 +138,7 @@ class Workload:
             received_local=local,
             routed=int((self.inputs.topk_idx >= 0).sum()),
             routed_local=local,
+            **self._far_rows(rank),
         )
 
     @property
@@ -142,11 +166,13 @@ class Workload:
         scale = expert_scale(self._config.experts)[self._first_expert :][: self.num_tokens_per_expert.shape[0]]
         return scale.to(self.inputs.x.dtype).view(-1, 1, 1)
 
-    def combined(self, first: int, last: int, *, scaled: bool) -> tuple[Tensor, Tensor]:
+    def combined(self, first: int, last: int, *, scaled: bool, per_host: bool = False) -> tuple[Tensor, Tensor]:
         """What tokens `first` to `last` must get back.
 
         Arguments:
             scaled: whether experts multiply by `expert_scale`, or give rows back as they came.
+            per_host: whether the sum is made of sums per host, by host in ascending order, each made like the whole
+                and rounded to the rows' dtype.
 
         Returns:
             The sum over routes in ascending k of weight x row, product and sum each rounded to float32 (float64 for
@@ -156,16 +182,32 @@ class Workload:
         accumulator = torch.promote_types(inputs.x.dtype, torch.float32)
         scale = expert_scale(self._config.experts).to(accumulator)
         rows = inputs.x[first:last].to(accumulator)
-        total = torch.zeros_like(rows)
         magnitude = torch.zeros_like(rows)
+        totals = [torch.zeros_like(rows) for _ in range(self._topology.num_hosts if per_host else 1)]
         for k in range(self._config.topk):
             expert = inputs.topk_idx[first:last, k]
             weight = torch.where(expert >= 0, inputs.topk_weights[first:last, k], 0.0).to(accumulator).unsqueeze(1)
             term = rows * scale[expert.clamp_min(0)].unsqueeze(1) if scaled else rows
             term = weight * term
-            total = total + term
+            host = self._host_of_expert[expert.clamp_min(0)].unsqueeze(1)
+            for number, total in enumerate(totals):
+                total += term if len(totals) == 1 else torch.where(host == number, term, 0.0)
             magnitude += term.abs()
-        return total, magnitude
+        if len(totals) == 1:
+            return totals[0], magnitude
+        rounded = [total.to(inputs.x.dtype).to(accumulator) for total in totals]
+        return torch.stack(rounded).cumsum(0)[-1], magnitude
+
+    def _far_rows(self, rank: int) -> dict[str, Any]:
+        """The parts of the payload that leave the host of `rank`."""
+        topk_idx, mine = self._topk_idxs[rank], self._topology.host_of[rank]
+        host = torch.where(topk_idx >= 0, self._host_of_expert[topk_idx.clamp_min(0)], mine)
+        others = [other for other in range(self._topology.num_hosts) if other != mine]
+        needed = {other: int((host == other).any(dim=1).sum()) for other in others}
+        return {
+            "needed": tuple(needed.get(other, 0) for other in range(self._topology.num_hosts)),
+            "routed_far": int((host != mine).sum()),
+        }
 
     def _oracle(self, rank: int, weights: list[Tensor]) -> ReferenceReceived:
         narrow = [torch.zeros(self._num_tokens, 1)] * self._config.ranks
@@ -190,4 +232,8 @@ class Workload:
 
     def _topk_idx(self, rank: int) -> Tensor:
         config = self._config
-        return make_routing(config.routing, self._num_tokens, config.experts, config.topk, seed=self._seed(rank, 2))
+        return make_routing(
+            *(config.routing, self._num_tokens, config.experts, config.topk),
+            seed=self._seed(rank, 2),
+            host_of_expert=self._host_of_expert,
+        )

@@ -14,6 +14,7 @@ from moecomm.testing.oracle import ReferenceReceived, reference_combine, referen
 from moecomm.testing.routing import (
     all_to_one_rank,
     hot_expert,
+    limited_to_groups,
     masked,
     no_routes,
     uniform,
@@ -29,6 +30,7 @@ __all__ = [
     "all_to_one_rank",
     "hot_expert",
     "launch",
+    "limited_to_groups",
     "masked",
     "no_routes",
     "origin_of_rows",

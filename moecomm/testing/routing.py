@@ -12,7 +12,16 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["all_to_one_rank", "hot_expert", "masked", "no_routes", "uniform", "with_duplicates", "zipf"]
+__all__ = [
+    "all_to_one_rank",
+    "hot_expert",
+    "limited_to_groups",
+    "masked",
+    "no_routes",
+    "uniform",
+    "with_duplicates",
+    "zipf",
+]
 
 _SAMPLE_TOKENS = 2048  # on which the exponent of `zipf` is found
 
@@ -62,6 +71,34 @@ def masked(num_tokens: int, num_experts: int, num_topk: int, *, seed: int = 0, f
     generator = _generator(seed)
     chosen = _choose(torch.zeros(num_experts, dtype=torch.float64), num_tokens, num_topk, generator)
     return chosen.masked_fill(torch.rand(num_tokens, num_topk, generator=generator) < fraction, -1)
+
+
+def limited_to_groups(
+    num_tokens: int, num_experts: int, num_topk: int, *, seed: int = 0, group_of_expert: Tensor, num_limited_groups: int
+) -> Tensor:
+    """Every token chooses from the experts of so many groups only, as with a group-limited router; groups and experts
+    are equally likely.
+
+    Arguments:
+        group_of_expert: `[num_experts]` int64, groups numbered from 0.
+        num_limited_groups: groups a token may choose from.
+
+    Raises:
+        ValueError: there are fewer groups, or `group_of_expert` has another shape.
+    """
+    if group_of_expert.shape != (num_experts,):
+        raise ValueError(f"group_of_expert must be [{num_experts}], got {list(group_of_expert.shape)}")
+    num_groups = int(group_of_expert.max()) + 1
+    if not 1 <= num_limited_groups <= num_groups:
+        raise ValueError(f"num_limited_groups must be from 1 to the {num_groups} groups, got {num_limited_groups}")
+    groups = uniform(num_tokens, num_groups, num_limited_groups, seed=seed)
+    is_allowed = torch.zeros(num_tokens, num_groups, dtype=torch.bool).scatter_(1, groups, True)
+    scores = torch.rand(num_tokens, num_experts, generator=_generator(seed + 1), dtype=torch.float64)
+    scores = scores.masked_fill(~is_allowed[:, group_of_expert], -1.0)
+    best = scores.topk(min(num_topk, num_experts), dim=1)
+    chosen = torch.full((num_tokens, num_topk), -1, dtype=torch.int64)
+    chosen[:, : best.indices.shape[1]] = best.indices.masked_fill(best.values < 0, -1)
+    return chosen
 
 
 def all_to_one_rank(
