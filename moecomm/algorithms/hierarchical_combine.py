@@ -123,7 +123,9 @@ class HierarchicalCombine(Combine):
             for source in channels.sources
             if rails.concerns(counts, source, rails.domain)
         }
-        return Traffic(channels, self.call.sequence, outgoing, incoming, is_answered=True)
+        traffic = Traffic(channels, self.call.sequence, outgoing, is_answered=True)
+        traffic.expect(incoming)
+        return traffic
 
     def _serve(self, there: RailRoutes, source: int, chunk: Chunk) -> None:
         """Answers a chunk of requests: sums of rows of my domain, and values."""
