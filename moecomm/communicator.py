@@ -50,7 +50,7 @@ class Communicator:
         hidden: H, numbers per row, at least 1.
         num_topk: largest K, 1 to 64.
         max_tokens_per_rank: largest T of a low-latency call; throughput calls take any T.
-        transport: `auto`, `local`, `shm`, or `collective` (through `torch.distributed`; a baseline).
+        transport: `auto`, `local`, `shm`, `shm+ucx`, `ucx`, or `collective` (through `torch.distributed`; a baseline).
         topology: where the ranks are: hosts, domains, rails; None: as found. Equal on all ranks. Ranks of one domain
             must address each other's memory; ranks of different domains may, so any grid can be tried on one host.
         algorithm: how throughput calls cross between domains: `hierarchical` (a token once per domain, to a rank there
@@ -174,7 +174,8 @@ class Communicator:
     def stats(self) -> dict[str, int]:
         """Counters: `calls` and `announcements` (exchanges of counts) so far; receive memory alive, at its peak, ever
         touched; `fixed_blocks_alive` (results and outputs of low-latency calls); `copies` (tensors that combines had to
-        copy to where peers can read them)."""
+        copy to where peers can read them); `bytes_between_hosts` (payload put to ranks of other domains) and
+        `bytes_forwarded` (passed on inside this rank's domain)."""
         return self._exchanger.session.statistics()
 
     @property
