@@ -21,6 +21,8 @@ from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.registry import make_session
 from moecomm.checks import check_sizes
 from moecomm.codecs.registry import make_codec
+from moecomm.devices.base import Device
+from moecomm.devices.registry import find_device
 from moecomm.exchanger import Exchanger
 from moecomm.gradients import is_recording, is_traced, record_combine, record_dispatch
 from moecomm.groups import as_group
@@ -56,18 +58,20 @@ class Communicator:
         hidden: H, numbers per row, at least 1.
         num_topk: largest K, 1 to 64.
         max_tokens_per_rank: largest T of a low-latency call; throughput calls take any T.
-        transport: `auto`, `local`, `shm`, or `collective` (through `torch.distributed`; a baseline).
+        transport: `auto`, `local`, `shm`, `nvlink` (CUDA), or `collective` (through `torch.distributed`; a baseline).
         codec: number format of rows on the wire; `none`.
         max_in_flight: calls that may be begun and not waited for, 1 to 8.
         timeout: how long one wait for the peers may last.
-        memory_limit: bytes of receive memory that may be alive at once on this rank; None = the machine's memory.
-            Nothing is reserved but address space.
+        memory_limit: bytes of receive memory that may be alive at once on this rank. CPU: None = the machine's memory;
+            only address space is reserved. CUDA: allocated at once; None = a third of the free memory, over its ranks.
+        device: of all tensors: a torch device, its name (`cuda`: the current one), or None = the CPU.
 
     Attributes:
         rank, num_ranks: in the group.
         num_experts, hidden, num_topk, max_tokens_per_rank, max_in_flight: as given.
         placement: which rank hosts which expert.
         transport_name: the transport in use.
+        device: the torch device of its tensors.
         id: number of this communicator in this process.
 
     Raises:
@@ -88,6 +92,7 @@ class Communicator:
         max_in_flight: int = 2,
         timeout: timedelta = timedelta(seconds=100),
         memory_limit: int | None = None,
+        device: torch.device | str | Device | None = None,
     ) -> None:
         self._closed = True  # until construction has succeeded
         check_sizes(
@@ -102,6 +107,8 @@ class Communicator:
             raise TypeError(f"timeout must be a datetime.timedelta, got {type(timeout).__name__}")
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}")
+        found = find_device(device)
+        self.device = found.torch_device
         self.group = as_group(group)
         self.rank = self.group.rank
         self.num_ranks = self.group.size
@@ -127,6 +134,7 @@ class Communicator:
             memory_limit=memory_limit,
             timeout=timeout.total_seconds(),
             sizes=sizes,
+            device=found,
             agreed={
                 "num_experts": num_experts,
                 "hidden": hidden,
@@ -136,7 +144,12 @@ class Communicator:
             },
         )
         self._exchanger = Exchanger(
-            session, make_codec(codec), self.placement, rank=self.rank, hidden=hidden, max_topk=num_topk
+            session,
+            make_codec(codec, session.kernels),
+            self.placement,
+            rank=self.rank,
+            hidden=hidden,
+            max_topk=num_topk,
         )
         self.id = self._exchanger.id
         self._closed = False

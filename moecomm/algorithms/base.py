@@ -16,6 +16,9 @@ from moecomm.algorithms.calls import Call
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
+from moecomm.devices.base import Device
+from moecomm.kernels.base import RowKernels
+from moecomm.placement import Placement
 
 __all__ = ["Algorithm", "Arrival", "Returned", "Session"]
 
@@ -111,16 +114,24 @@ class Session(abc.ABC):
 
     Attributes:
         algorithms: by mode.
+        device: where tensors are.
+        kernels: of the device.
         tokens_per_expert: `[E_local]` int64: routes that arrived for each local expert, over all dispatches so far.
     """
 
     algorithms: Mapping[str, Algorithm]
+    device: Device
+    kernels: RowKernels
     tokens_per_expert: torch.Tensor
 
     def count_tokens(self, num_tokens_per_expert: npt.NDArray[np.int32]) -> None:
         """Adds what a dispatch brought, `[E_local]`, to the cumulative counts."""
         counts = self.tokens_per_expert.numpy()  # the same memory
         counts += num_tokens_per_expert
+
+    def count_routes(self, topk_idx: torch.Tensor, placement: Placement, counts: torch.Tensor) -> int:
+        """`RowKernels.count_routes` of ids on the device; `counts` is on the host."""
+        return self.kernels.count_routes(topk_idx, placement.expert_rank, placement.num_ranks, counts)
 
     @abc.abstractmethod
     def waiting_times(self) -> tuple[list[float], list[float]]:

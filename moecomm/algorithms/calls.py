@@ -27,11 +27,14 @@ class Phase(NamedTuple):
         name: for messages.
         lane: counter that every rank must have brought up to this call before the step may run; None = no wait.
         run: the step, given the call's job.
+        orders_device: the same holds between the devices of the ranks, where work is done later than it is given:
+            what this phase gives comes after what every rank's device was given before the counter.
     """
 
     name: str
     lane: int | None
     run: Callable[[Any], None]
+    orders_device: bool = True
 
 
 class Call:
@@ -55,6 +58,7 @@ class Call:
         is_agreed_failure: the failure follows from what all ranks know: all raise the same error, whoever finds it
             first.
         blocks: arena blocks that peers may still write or read when the call fails.
+        stream, finished, kept: see `moecomm.devices.queue`.
     """
 
     sequence = -1
@@ -65,6 +69,9 @@ class Call:
     recorded = False
     is_agreed_failure = False
     blocks: Sequence[Any] = ()
+    stream: Any = None
+    finished: Any = None
+    kept: Any = None
 
     def __init__(
         self,

@@ -23,7 +23,6 @@ from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.codecs.base import RowFormat
 from moecomm.kernels.eager import Home
-from moecomm.kernels.registry import chosen_eager_kernels
 
 __all__ = ["Eager"]
 
@@ -46,7 +45,7 @@ class Eager(Algorithm):
         windows = Windows(exchange, sizes, num_windows=2 * max_in_flight)
         placement = exchange.placement
         home = Home(exchange.rank, placement.expert_rank, placement.expert_local, exchange.tokens_per_expert)
-        self.tools = EagerTools(exchange, windows, sizes, chosen_eager_kernels("cpu"), home)
+        self.tools = EagerTools(exchange, windows, sizes, exchange.device.eager_kernels(), home)
 
     def check_size(self, num_tokens: int) -> None:
         self.tools.sizes.check(num_tokens)

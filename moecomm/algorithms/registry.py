@@ -10,8 +10,8 @@ from moecomm.algorithms.collective import Collective
 from moecomm.algorithms.eager import Eager
 from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.receive_memory import default_memory_limit
 from moecomm.algorithms.rendezvous import Rendezvous
+from moecomm.devices.base import Device
 from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group
 from moecomm.placement import Placement
@@ -43,6 +43,7 @@ def make_session(
     timeout: float,
     sizes: EagerSizes,
     agreed: dict[str, int | str],
+    device: Device,
 ) -> tuple[Session, str]:
     """Makes the exchange of a communicator. Collective.
 
@@ -54,6 +55,7 @@ def make_session(
         max_in_flight, memory_limit, timeout: see `Communicator`.
         sizes: fixed shapes of low-latency calls.
         agreed: further values that must be equal on all ranks.
+        device: where this rank's tensors are.
 
     Returns:
         The session with its algorithms, and the name of what carries it.
@@ -64,20 +66,26 @@ def make_session(
     """
     if transport not in exchange_names():
         raise ValueError(f"transport: unknown {transport!r}; available: {', '.join(exchange_names())}")
-    _check_agreement(group, {**agreed, "transport": transport, "max_in_flight": max_in_flight})
-    peers = gather_peers(group)
-    limit = default_memory_limit() if memory_limit is None else memory_limit
+    _check_agreement(group, {**agreed, "transport": transport, "max_in_flight": max_in_flight, "device": device.kind})
+    peers = gather_peers(group, device.kind, device.identity())
+    me = peers[group.rank]
+    if memory_limit is None:
+        sharers = sum((peer.host, peer.device.name) == (me.host, me.device.name) for peer in peers)
+        memory_limit = device.default_memory_limit(sharers)
 
     def collective() -> tuple[Session, str]:
-        session = Collective(group, placement, sizes, max_in_flight=max_in_flight, memory_limit=limit)
+        session = Collective(group, placement, sizes, max_in_flight=max_in_flight, memory_limit=memory_limit)
         return session, Collective.name
 
     if transport == Collective.name:
+        if not device.is_host:
+            reason, remedy = f"it carries cpu tensors, not {device.kind} ones.", "Use transport='auto'."
+            raise TransportUnavailable(f"transport {transport!r}", reason, remedy)
         return collective()
     try:
-        choice = choose(transport, peers[group.rank], peers)
+        choice = choose(transport, me, peers)
     except TransportUnavailable as error:
-        if transport != "auto" or Collective.refusal(group) is not None:
+        if transport != "auto" or not device.is_host or Collective.refusal(group) is not None:
             raise
         _log.warning("falling back to the slow `collective` exchange: %s", error)
         return collective()
@@ -87,9 +95,10 @@ def make_session(
             carrier,
             placement,
             max_in_flight=max_in_flight,
-            memory_limit=limit,
+            memory_limit=memory_limit,
             timeout=timeout,
-            fixed_bytes=_fixed_bytes(sizes, group.size),
+            fixed_bytes=_fixed_bytes(sizes, group.size) if device.is_host else 0,
+            device=device,
         )
         exchange.algorithms = {"throughput": Rendezvous(exchange), "low_latency": Eager(exchange, sizes, max_in_flight)}
     except BaseException:

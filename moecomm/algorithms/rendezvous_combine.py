@@ -15,6 +15,7 @@ from moecomm.algorithms.mailbox import MAX_PLANES, Card
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
+from moecomm.devices.queue import OrderedQueue, Tensors
 
 __all__ = ["Combine"]
 
@@ -33,6 +34,9 @@ class Combine:
         topk_weights: `[T, K]` contiguous, applied at home, or None.
         values: `[N]` or (flat) `[N, K]` contiguous, brought home route by route, or None.
     """
+
+    out: torch.Tensor | None = None
+    home: Tensors | None = None
 
     def __init__(
         self,
@@ -62,6 +66,14 @@ class Combine:
             self.far = Homecoming(exchange, routing, plane_bytes)
         words = words_of(routing, row_format, values)
         self.call = Call(Operation.COMBINE, words, phases, self, routing.recording)
+
+    def prepare(self, queue: OrderedQueue) -> None:
+        """Before the device's work: room for results, and what must live until it is done."""
+        call, shape = self.call, self.routing.topk_idx.shape
+        queue.keep(call, *self.planes, self.topk_weights, self.routing.topk_idx, self.routing.routes)
+        self.out = queue.room(call, (shape[0], self.row_format.hidden), self.row_format.dtype)
+        if self.values is not None:
+            self.home = (queue.room(call, shape, self.values.dtype),)
 
     def _ready(self) -> None:
         exchange = self.exchange
@@ -114,7 +126,8 @@ class Combine:
 
     def _pull(self) -> None:
         assert self.routing.routes is not None
-        self._sum(self.routing.routes, self._addresses(self._cards()))
+        addresses = self._addresses(self._cards())
+        self._sum(self.routing.routes, addresses)
 
     def _pull_far(self) -> None:
         exchange = self.exchange
@@ -131,19 +144,24 @@ class Combine:
         exchange = self.exchange
         num_planes = len(self.row_format.plane_bytes)
         num_tokens = routes.shape[0]
-        out = self.row_format.reduce(num_tokens, routes, addresses[:num_planes], self.topk_weights)
-        values = None if self.values is None else self._pull_values(routes, self.values.dtype, addresses[num_planes])
+        queue = exchange.queue
+        out = queue.fill(
+            self.out, self.row_format.reduce, num_tokens, routes, addresses[:num_planes], self.topk_weights
+        )
+        values = None
+        if self.values is not None:
+            (values,) = queue.make(self.home, self._pull_values, routes, self.values.dtype, addresses[num_planes])
         # What was read while its owner gave up is worth nothing.
         exchange.sequencer.check_notices(self.call)
         self.call.result = Returned(out, values)
         exchange.sequencer.signal_all(LANE_DONE, self.call)
 
-    def _pull_values(self, routes: torch.Tensor, dtype: torch.dtype, addresses: list[int]) -> torch.Tensor:
+    def _pull_values(self, routes: torch.Tensor, dtype: torch.dtype, addresses: list[int]) -> Tensors:
         kernels, routing = self.exchange.kernels, self.routing
         if routing.layout == "flat":
-            expert_rank = self.exchange.placement.expert_rank
-            return kernels.pull_flat_values(routing.topk_idx, routes, expert_rank, addresses, dtype=dtype)
-        return kernels.pull_values(routes, addresses, dtype=dtype)
+            expert_rank = self.exchange.expert_rank
+            return (kernels.pull_flat_values(routing.topk_idx, routes, expert_rank, addresses, dtype=dtype),)
+        return (kernels.pull_values(routes, addresses, dtype=dtype),)
 
     def _release(self) -> None:
         self.exchange.sequencer.check_notices(self.call)
