@@ -42,6 +42,7 @@ class Exchange(Session):
         bases: where everybody's receive memory begins in my address space, by rank; 0 where it has no address.
         reach: who can address whom.
         queue: the device's work, in its order.
+        smallest_limit: the smallest memory_limit of any rank.
         expert_rank, expert_local: `[E]` int32 on the device: rank of each expert, and its index there.
     """
 
@@ -66,8 +67,9 @@ class Exchange(Session):
         num_counts = placement.num_experts + placement.num_ranks
         self.mailbox = Mailbox(transport, num_counts, num_slots=2 * max_in_flight)
         self.queue = make_queue(transport, device, timeout)
-        largest_limit = max(transport.group.all_gather(memory_limit))
-        self.memory = ReceiveMemory(transport, device, self.queue, memory_limit, largest_limit, fixed_bytes)
+        limits = transport.group.all_gather(memory_limit)
+        self.smallest_limit = min(limits)
+        self.memory = ReceiveMemory(transport, device, self.queue, memory_limit, max(limits), fixed_bytes)
         self.reach = Reach(transport, self.memory.region)
         self.bases = [transport.peer(self.memory.region, rank) or 0 for rank in range(transport.num_ranks)]
         num_local = len(placement.local_experts(self.rank))

@@ -36,6 +36,7 @@ class ReceiveMemory:
 
     Attributes:
         limit: memory_limit.
+        is_shared: blocks of fixed shape lie among the others, and may hold anything.
         region: all of it, at every rank.
         num_copies: tensors that had to be copied to where peers can read them.
     """
@@ -59,30 +60,39 @@ class ReceiveMemory:
         self.region = transport.allocate_on(device, arena_bytes + fixed_bytes)
         self._mapping = transport.mapping(self.region)
         self._arena = _C.Arena(self._mapping, memory_limit, 0, arena_bytes)
-        self.fixed_limit = fixed_bytes // 2 // _PAGE * _PAGE
-        self._arriving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes, self.fixed_limit)
-        self._leaving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes + self.fixed_limit, self.fixed_limit)
+        self.is_shared = not device.is_host
+        self.fixed_limit = memory_limit
+        self._arriving = self._leaving = self._arena
+        if not self.is_shared:
+            self.fixed_limit = fixed_bytes // 2 // _PAGE * _PAGE
+            self._arriving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes, self.fixed_limit)
+            self._leaving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes + self.fixed_limit, self.fixed_limit)
         self.num_copies = 0
         self._start = self.region.address
         self._end = self._start + self.region.nbytes
 
     def allocate(self, nbytes: int) -> _C.Block | None:
         """A block of at least `nbytes`, or None if the limit does not allow it."""
-        block = self._arena.allocate(nbytes)
+        return self._claimed(self._arena.allocate(nbytes))
+
+    def allocate_arriving(self, nbytes: int) -> _C.Block | None:
+        """A block of fixed shape for what a dispatch brings; only pages that rows touch take memory. None: no space."""
+        return self._claimed(self._arriving.allocate(nbytes))
+
+    def allocate_leaving(self, nbytes: int) -> _C.Block | None:
+        """The same for what a combine sends. Apart, since the others' memory is known to be zero but for some rows."""
+        return self._claimed(self._leaving.allocate(nbytes))
+
+    def _claimed(self, block: _C.Block | None) -> _C.Block | None:
         if block is not None:
             self._queue.claim(block)
         return block
 
-    def allocate_arriving(self, nbytes: int) -> _C.Block | None:
-        """A block of fixed shape for what a dispatch brings; only pages that rows touch take memory. None: no space."""
-        return self._arriving.allocate(nbytes)
-
-    def allocate_leaving(self, nbytes: int) -> _C.Block | None:
-        """The same for what a combine sends. Apart, since the others' memory is known to be zero but for some rows."""
-        return self._leaving.allocate(nbytes)
-
     def clear(self, block: _C.Block) -> None:
-        """Makes a block read as zero, without touching its pages."""
+        """Makes a block read as zero, where that is possible without touching its pages."""
+        if self.is_shared:
+            self._queue.zero(block.address, block.nbytes)
+            return
         nbytes = -(-block.nbytes // _PAGE) * _PAGE
         self._mapping.punch(block.offset, nbytes)
 
@@ -131,8 +141,8 @@ class ReceiveMemory:
         )
 
     def fixed_blocks(self) -> int:
-        """Blocks of fixed shape that are alive."""
-        return self._arriving.usage().live_blocks + self._leaving.usage().live_blocks
+        """Blocks of fixed shape that are alive; 0 where they are counted among the others."""
+        return 0 if self.is_shared else self._arriving.usage().live_blocks + self._leaving.usage().live_blocks
 
     def usage(self) -> _C.ArenaUsage:
         """Bytes alive, their peak, and those of the pages that were touched."""

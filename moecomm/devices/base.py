@@ -35,7 +35,7 @@ class DeviceIdentity:
     """
 
     name: str = ""
-    reachable: tuple[str, ...] = ()
+    reachable: tuple[str, ...] = ("",)
     ipc_problem: str = ""
     remedy: str = ""
 

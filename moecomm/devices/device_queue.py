@@ -18,7 +18,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch import Tensor
 from moecomm import _C
 from moecomm.devices.base import AsynchronousDevice, Event
 from moecomm.devices.leases import Lease, Returns, events_of
-from moecomm.devices.queue import OrderedQueue, Tensors
+from moecomm.devices.queue import OrderedQueue, Rooms, Tensors
 from moecomm.devices.views import Placed
 from moecomm.errors import PeerLost
 from moecomm.kernels.base import RowKernels
@@ -34,6 +34,7 @@ from moecomm.kernels.summary import HEAD, read_summary
 
 __all__ = ["NUM_SLOTS", "DeviceQueue"]
 
+T = TypeVar("T", bound=tuple[Any, ...])
 NUM_SLOTS = 3
 """Counters of a board: as many as calls have lanes on which all ranks' data depend."""
 
@@ -155,6 +156,33 @@ class DeviceQueue(OrderedQueue):
         assert room is not None
         self._stream.submit(functools.partial(work, *arguments, room))
         return room
+
+    def call(self, rooms: Rooms | None, work: Callable[..., T], *arguments: Any) -> T:
+        assert rooms is not None
+        told: list[T] = []
+        failures: list[Exception] = []
+
+        def tell() -> None:
+            try:
+                made = work(*arguments)
+                parts = [self._placed(room, part) for room, part in zip(rooms, made, strict=True)]
+                told.append(cast(T, tuple(parts)) if type(made) is tuple else type(made)(*parts))
+            except Exception as error:  # noqa: BLE001 - raised below, on the thread that has to know
+                failures.append(error)
+            self._seen.copy_(self._status, non_blocking=True)
+
+        self._stream.submit(tell)
+        self._synchronize()
+        self._check()
+        if failures:
+            raise failures[0]
+        return told[0]
+
+    @staticmethod
+    def _placed(room: Tensor | None, part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        return part.cpu() if room is None else room.copy_(part)
 
     def give(self, rooms: Tensors | None, tensors: Tensors) -> Tensors:
         assert rooms is not None

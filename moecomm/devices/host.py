@@ -6,19 +6,21 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moecomm import _C
 from moecomm.devices.base import Device, DeviceIdentity
-from moecomm.devices.queue import Queue, Tensors
+from moecomm.devices.queue import Queue, Rooms, Tensors
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.registry import chosen_eager_kernels, chosen_kernels
 
 __all__ = ["HostDevice", "HostQueue"]
+
+T = TypeVar("T", bound=tuple[Any, ...])
 
 
 class HostDevice(Device):
@@ -64,6 +66,9 @@ class HostQueue(Queue):
 
     def fill(self, room: Tensor | None, work: Callable[..., Tensor], *arguments: Any) -> Tensor:
         return work(*arguments, room)
+
+    def call(self, rooms: Rooms | None, work: Callable[..., T], *arguments: Any) -> T:
+        return work(*arguments)
 
     def give(self, rooms: Tensors | None, tensors: Tensors) -> Tensors:
         return tensors

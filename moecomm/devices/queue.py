@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from torch import Tensor
 from moecomm import _C
 from moecomm.kernels.base import RowKernels
 
-__all__ = ["OrderedQueue", "Queue", "Tensors"]
+__all__ = ["OrderedQueue", "Queue", "Rooms", "Tensors"]
 
+T = TypeVar("T", bound=tuple[Any, ...])
 Tensors = tuple[Tensor, ...]
+Rooms = tuple[Tensor | None, ...]
 
 
 class Queue(abc.ABC):
@@ -38,6 +40,13 @@ class Queue(abc.ABC):
     @abc.abstractmethod
     def fill(self, room: Tensor | None, work: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """The same for work that gives one tensor, and takes as its last argument where to leave it."""
+
+    @abc.abstractmethod
+    def call(self, rooms: Rooms | None, work: Callable[..., T], *arguments: Any) -> T:
+        """As `make`, for work that gives a tuple of which the host needs something: it waits.
+
+        Tensors without a room come to the host; what is no tensor stays as it is, and what the work raises is raised.
+        """
 
     @abc.abstractmethod
     def give(self, rooms: Tensors | None, tensors: Tensors) -> Tensors:

@@ -1,15 +1,12 @@
-"""Exchanges on a device that does its work late: the bits of the native kernels, and mistakes in the order that show."""
-
+"""Exchanges on a device that does its work late: the native kernels' bits, and mistakes in the order that show."""
 
 import late_ranks
 import pytest
 import torch
-from late_device import LateDevice, LateEvent, PromptStream
-from late_ranks import SIZES, TOKENS, caller_on_a_stream, compare
+from late_ranks import LOW_LATENCY, THROUGHPUT, caller_on_a_stream, compare
 
-from moecomm import Communicator
 from moecomm.devices.device_queue import DeviceQueue
-from moecomm.testing import RankFailure, launch
+from moecomm.testing import launch
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +20,13 @@ def _poisoned():
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_threads_on_one_device_give_the_native_bits(num_ranks):
     dtype = (torch.bfloat16, torch.float32)[num_ranks % 2]
-    launch(compare, num_ranks, "local", dtype, backend="threads", timeout=100)
+    for kinds in (THROUGHPUT, LOW_LATENCY):
+        launch(compare, num_ranks, "local", dtype, kinds, backend="threads", timeout=100)
 
 
 def test_processes_with_exported_memory_give_the_native_bits():
-    launch(compare, 2, "nvlink", torch.float64, backend="processes", timeout=100)
+    kinds = THROUGHPUT | LOW_LATENCY
+    launch(compare, 2, "nvlink", torch.float64, kinds, backend="processes", timeout=100)
 
 
 # Seconds before each piece of work, by rank: of the callers' streams, of the communicators'.

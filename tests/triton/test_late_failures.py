@@ -35,7 +35,7 @@ def refuse_and_go_on(group):
         x, ids = rows_of(comm.rank)
         if comm.rank == 1:
             ids[2, 1] = 6
-        with pytest.raises((ValueError, PeerFailed), match=r"topk_idx\[2, 1\] = 6 is not an expert: valid ids are 0 to"):
+        with pytest.raises((ValueError, PeerFailed), match=r"topk_idx\[2, 1\] = 6 is not an expert"):
             comm.dispatch(x, ids)
         check_pair(comm)
         with pytest.raises(MemoryLimitExceeded, match="memory_limit of 16384 bytes"):
@@ -73,8 +73,7 @@ def wait_in_vain(group):
         check_pair(comm)
         x, ids = rows_of(comm.rank)
         with pytest.raises((PeerTimeout, PeerFailed), match=r"the device of rank 1: counter at 2, expected [34]"):
-            for _ in range(3):
-                comm.dispatch(x, ids)
+            [comm.dispatch(x, ids) for _ in range(3)]
         with pytest.raises((PeerTimeout, PeerFailed)):
             comm.dispatch(x, ids)
 
