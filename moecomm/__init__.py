@@ -11,6 +11,7 @@ Layers, and imports only go down:
     algorithms                      who sends what to whom, in which order
     codecs                          numbers to row bytes
     transports                      how a peer is reached
+    devices                         where tensors live, and in which order work on them is done
     kernels                         count, place, copy, reduce
     _C                              native code on raw addresses
 

@@ -30,7 +30,7 @@ SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def look_of(tensor: Any) -> object:
     """All of an argument that the checks look at, to be used as a key; None for None."""
     if isinstance(tensor, torch.Tensor):
-        return tensor.shape, tensor.dtype, tensor.is_cpu
+        return tensor.shape, tensor.dtype, tensor.device
     return None if tensor is None else object()  # like nothing that was seen before
 
 
@@ -47,13 +47,16 @@ class Found(dict[Hashable, T]):
         return found
 
 
-def _check_matrix(name: str, tensor: Any, shape: str) -> None:
+def _check_matrix(name: str, tensor: Any, shape: str, device: torch.device) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor {shape}, got {type(tensor).__name__}")
     if tensor.dim() != 2:
         raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
-    if not tensor.is_cpu:
-        raise ValueError(f"{name} is on {tensor.device}; this communicator carries cpu tensors")
+    if tensor.device != device:
+        raise TypeError(
+            f"{name} is on {tensor.device}, this communicator carries tensors on {device}; construct it with "
+            f"device={str(tensor.device)!r}, or move the tensor"
+        )
 
 
 def check_layout(layout: str, expert_alignment: int, mode: str) -> None:
@@ -84,15 +87,22 @@ def check_handle(handle: Any, communicator: int) -> None:
 
 
 def check_dispatch(
-    x: Any, topk_idx: Any, topk_weights: Any, *, hidden: int, max_topk: int, num_tokens: int | None = None
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    *,
+    hidden: int,
+    max_topk: int,
+    device: torch.device,
+    num_tokens: int | None = None,
 ) -> None:
     """Checks x `[T, H]`, topk_idx `[T, K]` and topk_weights `[T, K]` or None against each other and the sizes."""
-    _check_matrix("x", x, "[num_tokens, hidden]")
+    _check_matrix("x", x, "[num_tokens, hidden]", device)
     if x.shape[1] != hidden:
         raise ValueError(f"x has hidden size {x.shape[1]}, the communicator was made for hidden={hidden}")
     if num_tokens is not None and x.shape[0] != num_tokens:
         raise ValueError(f"x has {x.shape[0]} tokens, the handle was made for {num_tokens}")
-    _check_matrix("topk_idx", topk_idx, "[num_tokens, num_topk]")
+    _check_matrix("topk_idx", topk_idx, "[num_tokens, num_topk]", device)
     if topk_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_idx must be int32 or int64, got {topk_idx.dtype}")
     if topk_idx.shape[0] != x.shape[0]:
@@ -100,23 +110,24 @@ def check_dispatch(
     if not 1 <= topk_idx.shape[1] <= max_topk:
         raise ValueError(f"topk_idx has num_topk {topk_idx.shape[1]}, the communicator allows 1 to {max_topk}")
     if topk_weights is not None:
-        _check_weights(topk_weights, topk_idx.shape)
+        _check_weights(topk_weights, topk_idx.shape, device)
 
 
-def _check_weights(topk_weights: Any, shape: torch.Size) -> None:
-    _check_matrix("topk_weights", topk_weights, "[num_tokens, num_topk]")
+def _check_weights(topk_weights: Any, shape: torch.Size, device: torch.device) -> None:
+    _check_matrix("topk_weights", topk_weights, "[num_tokens, num_topk]", device)
     if topk_weights.shape != shape:
         raise ValueError(f"topk_weights has shape {list(topk_weights.shape)}, topk_idx has {list(shape)}")
     if topk_weights.dtype not in SUMMABLE:
         raise TypeError(f"topk_weights must be floating point ({_names()}), got {topk_weights.dtype}")
 
 
-def check_combine(y: Any, topk_weights: Any, *, handle: Handle, hidden: int) -> None:
+def check_combine(y: Any, topk_weights: Any, *, handle: Handle, hidden: int, device: torch.device) -> None:
     """Checks y `[N, H]` (slab: also `[E_local, capacity, H]`) and topk_weights `[T, K]` or None against the handle."""
     num_rows, capacity, layout = handle.num_rows, handle.routing.capacity, handle.routing.layout
     slabs = (num_rows // capacity, capacity, hidden) if layout == "slab" else None
-    if slabs is None or not isinstance(y, torch.Tensor) or y.shape != slabs or not y.is_cpu:
-        _check_matrix("y", y, "[num_rows, hidden]" if slabs is None else f"[num_rows, hidden] or {list(slabs)}")
+    if slabs is None or not isinstance(y, torch.Tensor) or y.shape != slabs or y.device != device:
+        shape = "[num_rows, hidden]" if slabs is None else f"[num_rows, hidden] or {list(slabs)}"
+        _check_matrix("y", y, shape, device)
         if y.shape[0] != num_rows:
             raise ValueError(f"y has {y.shape[0]} rows, the dispatch of this handle brought {num_rows}")
         if y.shape[1] != hidden:
@@ -130,7 +141,7 @@ def check_combine(y: Any, topk_weights: Any, *, handle: Handle, hidden: int) -> 
             "topk_weights: with layout 'flat' each row is already the weighted sum over its rank's experts; "
             "apply received.topk_weights there and combine without weights"
         )
-    _check_weights(topk_weights, handle.routing.topk_idx.shape)
+    _check_weights(topk_weights, handle.routing.topk_idx.shape, device)
 
 
 def _names() -> str:

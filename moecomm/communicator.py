@@ -22,6 +22,8 @@ from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.registry import make_session
 from moecomm.checks import check_sizes
 from moecomm.codecs.registry import make_codec
+from moecomm.devices.base import Device
+from moecomm.devices.registry import find_device
 from moecomm.exchanger import Exchanger
 from moecomm.explanation import explain
 from moecomm.gradients import is_recording, is_traced, record_combine, record_dispatch
@@ -50,7 +52,8 @@ class Communicator:
         hidden: H, numbers per row, at least 1.
         num_topk: largest K, 1 to 64.
         max_tokens_per_rank: largest T of a low-latency call; throughput calls take any T.
-        transport: `auto`, `local`, `shm`, `shm+ucx`, `ucx`, or `collective` (through `torch.distributed`; a baseline).
+        transport: `auto`, `local`, `shm`, `nvlink` (CUDA), `shm+ucx`, `ucx`, or `collective` (through
+            `torch.distributed`; a baseline).
         topology: where the ranks are: hosts, domains, rails; None: as found. Equal on all ranks. Ranks of one domain
             must address each other's memory; ranks of different domains may, so any grid can be tried on one host.
         algorithm: how throughput calls cross between domains: `hierarchical` (a token once per domain, to a rank there
@@ -58,8 +61,9 @@ class Communicator:
         codec: number format of rows on the wire; `none`.
         max_in_flight: calls that may be begun and not waited for, 1 to 8.
         timeout: how long one wait for the peers may last.
-        memory_limit: bytes of receive memory that may be alive at once on this rank; None = the machine's memory.
-            Nothing is reserved but address space.
+        memory_limit: bytes of receive memory that may be alive at once on this rank. CPU: None = the machine's memory;
+            only address space is reserved. CUDA: allocated at once; None = a third of the free memory, over its ranks.
+        device: of all tensors: a torch device, its name (`cuda`: the current one), or None = the CPU.
 
     Attributes:
         rank, num_ranks: in the group.
@@ -68,6 +72,7 @@ class Communicator:
         transport_name: the transport in use.
         topology: as given, or found: hosts by the identity of their kernel, domains by whom the transport in use can
             address (`collective`: whom any transport could). `print(comm.topology)` draws it.
+        device: the torch device of its tensors.
         id: number of this communicator in this process.
 
     Raises:
@@ -90,6 +95,7 @@ class Communicator:
         max_in_flight: int = 2,
         timeout: timedelta = timedelta(seconds=100),
         memory_limit: int | None = None,
+        device: torch.device | str | Device | None = None,
     ) -> None:
         self._closed = True  # until construction has succeeded
         check_sizes(
@@ -104,6 +110,8 @@ class Communicator:
             raise TypeError(f"timeout must be a datetime.timedelta, got {type(timeout).__name__}")
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}")
+        found = find_device(device)
+        self.device = found.torch_device
         self.group = as_group(group)
         self.rank = self.group.rank
         self.num_ranks = self.group.size
@@ -131,6 +139,7 @@ class Communicator:
             memory_limit=memory_limit,
             timeout=timeout.total_seconds(),
             sizes=sizes,
+            device=found,
             agreed={
                 "num_experts": num_experts,
                 "hidden": hidden,
@@ -141,7 +150,12 @@ class Communicator:
         )
         self.topology = session.topology
         self._exchanger = Exchanger(
-            session, make_codec(codec), self.placement, rank=self.rank, hidden=hidden, max_topk=num_topk
+            session,
+            make_codec(codec, session.kernels),
+            self.placement,
+            rank=self.rank,
+            hidden=hidden,
+            max_topk=num_topk,
         )
         self.id = self._exchanger.id
         self._closed = False

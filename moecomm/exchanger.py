@@ -21,7 +21,6 @@ from moecomm.codecs.base import Codec, RowFormat
 from moecomm.errors import CommunicatorClosed, RoutingChanged
 from moecomm.handle import Handle
 from moecomm.kernels.base import weights_dtype
-from moecomm.kernels.registry import chosen_kernels
 from moecomm.placement import Placement
 from moecomm.recompute import RoutingLog, is_recomputing
 
@@ -91,11 +90,12 @@ class Exchanger:
         self.num_local_experts = len(placement.local_experts(rank))
         self.sizes = (placement.num_ranks, placement.num_experts, self.num_local_experts)
         self.id = next(_ids)
+        self._kernels = session.kernels
+        self._device = session.device.torch_device
         self._codec = codec
         self._hidden = hidden
-        self._max_topk = max_topk
+        self._limits: dict[str, Any] = {"hidden": hidden, "max_topk": max_topk, "device": self._device}
         self._placement = placement
-        self._kernels = chosen_kernels("cpu")
         self._dispatches: Found[tuple[Algorithm, int, RowFormat]] = Found()
         self._combines: Found[tuple[Algorithm, RowFormat]] = Found()
         self._log = RoutingLog()
@@ -139,7 +139,7 @@ class Exchanger:
                 found = self._dispatches.get(looks)
                 if found is None:
                     check_layout(layout, expert_alignment, mode)
-                    check_dispatch(x, topk_idx, topk_weights, hidden=self._hidden, max_topk=self._max_topk)
+                    check_dispatch(x, topk_idx, topk_weights, **self._limits)
                     found = self._dispatches.keep(looks, self._terms(x, mode, layout, expert_alignment))
                 algorithm, capacity, row_format = found
                 assert topk_idx is not None
@@ -186,8 +186,7 @@ class Exchanger:
             x,
             handle.topk_idx,
             topk_weights,
-            hidden=hidden,
-            max_topk=self._max_topk,
+            **(self._limits | {"hidden": hidden}),
             num_tokens=handle.num_tokens,
         )
         return _routing(handle, recording)
@@ -223,7 +222,7 @@ class Exchanger:
             found = self._combines.get(looks)
             if found is None:
                 hidden = self._width(y, values)
-                check_combine(y, topk_weights, handle=handle, hidden=hidden)
+                check_combine(y, topk_weights, handle=handle, hidden=hidden, device=self._device)
                 terms = (self.session.algorithms[handle.mode], self._codec.row_format(hidden, y.dtype))
                 found = self._combines.keep(looks, terms)
             algorithm, row_format = found
@@ -315,7 +314,7 @@ class Exchanger:
         """Raises RoutingChanged if no forward has routed like this."""
         placement = self._placement
         counts = torch.empty(placement.num_experts + placement.num_ranks, dtype=torch.int32)
-        fingerprint = self._kernels.count_routes(topk_idx, placement.expert_rank, placement.num_ranks, counts)
+        fingerprint = self.session.count_routes(topk_idx, placement, counts)
         if fingerprint not in self._log:
             raise RoutingChanged(f"a recompute dispatches otherwise than any forward did: {_CHANGED}")
 

@@ -14,11 +14,14 @@ from moecomm.transports.ucx_library import find_library
 WORLDS_OF = {
     "local": [World("threads", "local"), World("stepped", "local")],
     "shm": [World("processes", "shm")],
+    "nvlink": [World("processes", "nvlink", rank_counts=(2,))],
     "shm+ucx": [HostsWorld("processes", "shm+ucx", rank_counts=(2, 3, 4), per_host=2)],
     "ucx": [World("processes", "ucx", rank_counts=(1, 2, 3))],
 }
 TRANSPORT_WORLDS = [world for name in transport_names() for world in WORLDS_OF[name]]
-EXCHANGE_WORLDS = [*TRANSPORT_WORLDS, World("processes", "collective")]
+# Exchanges over nvlink take tensors of a device: tests/triton/test_late_device.py.
+EXCHANGE_WORLDS = [world for world in TRANSPORT_WORLDS if world.transport != "nvlink"]
+EXCHANGE_WORLDS.append(World("processes", "collective"))
 
 
 def runnable(worlds):

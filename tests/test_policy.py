@@ -15,6 +15,7 @@ PACKAGE = ROOT / "moecomm"
 LAYERS = [
     {"_C", "errors", "groups", "placement", "topology", "topology_drawing", "version"},
     {"kernels"},
+    {"devices"},
     {"transports"},
     {"codecs"},
     {"algorithms"},
@@ -30,8 +31,9 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # These name things that exist once per kind; only their registry may know them by name.
 CONCRETE = {
     "transports": {"base", "domains", "peers", "registry"},
-    "kernels": {"base", "choices", "eager", "experts", "registry"},
+    "kernels": {"base", "choices", "eager", "experts", "registry", "signals", "summary"},
     "codecs": {"base", "registry"},
+    "devices": {"base", "queue", "registry", "views"},
 }
 SPEAKS_TO_PEOPLE = {"cli", "demo", "bench", "__main__"}
 

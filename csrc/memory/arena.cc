@@ -159,6 +159,7 @@ std::size_t Arena::trim() {
 }
 
 std::size_t Arena::trim_locked() {
+    if (!mapping_->is_sparse()) return 0;
     const std::size_t before = touched_bytes_;
     auto block = blocks_.begin();
     const std::size_t base = mapping_->address();

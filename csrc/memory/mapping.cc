@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <stdexcept>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 namespace moecomm {
@@ -60,9 +62,16 @@ std::shared_ptr<Mapping> Mapping::open_peer(int pid, int fd, std::size_t nbytes)
     }
 }
 
-Mapping::Mapping(void* base, std::size_t nbytes, int fd) : base_(base), nbytes_(nbytes), fd_(fd), owner_(getpid()) {}
+std::shared_ptr<Mapping> Mapping::borrow(std::uint64_t address, std::size_t nbytes, std::shared_ptr<void> owner) {
+    if (!owner) throw std::invalid_argument("Mapping::borrow: the memory has no owner");
+    return std::shared_ptr<Mapping>(new Mapping(reinterpret_cast<void*>(address), nbytes, -1, std::move(owner)));
+}
+
+Mapping::Mapping(void* base, std::size_t nbytes, int fd, std::shared_ptr<void> borrowed_from)
+    : base_(base), nbytes_(nbytes), fd_(fd), owner_(getpid()), borrowed_from_(std::move(borrowed_from)) {}
 
 Mapping::~Mapping() {
+    if (borrowed_from_) return;
     munmap(base_, nbytes_);
     close_fd();
 }
@@ -73,7 +82,7 @@ void Mapping::close_fd() {
 }
 
 void Mapping::punch(std::size_t offset, std::size_t nbytes) {
-    if (nbytes == 0 || getpid() != owner_) return;
+    if (nbytes == 0 || borrowed_from_ || getpid() != owner_) return;
     // MADV_REMOVE frees the pages of a shared file for every process that maps it; private pages are just dropped.
     char* start = static_cast<char*>(base_) + offset;
     if (madvise(start, nbytes, MADV_REMOVE) != 0 && madvise(start, nbytes, MADV_DONTNEED) != 0) fail("madvise");

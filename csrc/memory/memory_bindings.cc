@@ -34,6 +34,18 @@ void bind_memory(py::module_& m) {
         .def_static("create_private", &Mapping::create_private, py::arg("nbytes"))
         .def_static("create_shared", &Mapping::create_shared, py::arg("label"), py::arg("nbytes"))
         .def_static("open_peer", &Mapping::open_peer, py::arg("pid"), py::arg("fd"), py::arg("nbytes"))
+        .def_static(
+            "borrow",
+            [](std::uint64_t address, std::size_t nbytes, py::object owner) {
+                // Dies where the last block or mapping does, which need not be in Python.
+                auto* kept = new py::object(std::move(owner));
+                return Mapping::borrow(address, nbytes, std::shared_ptr<void>(kept, [](void* object) {
+                                           const py::gil_scoped_acquire gil;
+                                           delete static_cast<py::object*>(object);
+                                       }));
+            },
+            py::arg("address"), py::arg("nbytes"), py::arg("owner"),
+            "Memory that `owner`, which is kept alive, holds at an address; not necessarily one of the host.")
         .def_property_readonly("address", &Mapping::address)
         .def_property_readonly("nbytes", &Mapping::nbytes)
         .def_property_readonly("fd", &Mapping::fd)

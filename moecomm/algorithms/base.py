@@ -18,6 +18,9 @@ from moecomm.algorithms.hops import Hops
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
+from moecomm.devices.base import Device
+from moecomm.kernels.base import RowKernels
+from moecomm.placement import Placement
 from moecomm.topology import Topology
 
 __all__ = ["Algorithm", "Arrival", "Returned", "Session"]
@@ -119,6 +122,8 @@ class Session(abc.ABC):
         topology: where the ranks are.
         hops: what crosses between domains; None: nobody counts.
         refusals: transports that were asked before the one in use, and why they were not taken.
+        device: where tensors are.
+        kernels: of the device.
         tokens_per_expert: `[E_local]` int64: routes that arrived for each local expert, over all dispatches so far.
     """
 
@@ -126,12 +131,18 @@ class Session(abc.ABC):
     topology: Topology
     hops: Hops | None = None
     refusals: Mapping[str, str] = MappingProxyType({})
+    device: Device
+    kernels: RowKernels
     tokens_per_expert: torch.Tensor
 
     def count_tokens(self, num_tokens_per_expert: npt.NDArray[np.int32]) -> None:
         """Adds what a dispatch brought, `[E_local]`, to the cumulative counts."""
         counts = self.tokens_per_expert.numpy()  # the same memory
         counts += num_tokens_per_expert
+
+    def count_routes(self, topk_idx: torch.Tensor, placement: Placement, counts: torch.Tensor) -> int:
+        """`RowKernels.count_routes` of ids on the device; `counts` is on the host."""
+        return self.kernels.count_routes(topk_idx, placement.expert_rank, placement.num_ranks, counts)
 
     @abc.abstractmethod
     def waiting_times(self) -> tuple[list[float], list[float]]:

@@ -44,12 +44,15 @@ class Phase(NamedTuple):
         run: the step, given the call's job. A stream's says whether it is finished: if not, it runs again as soon as
             there is traffic.
         is_stream: the step does what it can whenever something comes in, and never waits itself.
+        orders_device: the same holds between the devices of the ranks, where work is done later than it is given:
+            what this phase gives comes after what every rank's device was given before the counter.
     """
 
     name: str
     lane: int | None
     run: Callable[[Any], Any]
     is_stream: bool = False
+    orders_device: bool = True
 
 
 class Call:
@@ -74,6 +77,7 @@ class Call:
             first.
         blocks: arena blocks that peers may still write or read when the call fails.
         awaiting: ranks without which the call's stream cannot go on.
+        stream, finished, kept: see `moecomm.devices.queue`.
     """
 
     sequence = -1
@@ -85,6 +89,9 @@ class Call:
     is_agreed_failure = False
     blocks: Sequence[Any] = ()
     awaiting: Sequence[int] = ()
+    stream: Any = None
+    finished: Any = None
+    kept: Any = None
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from moecomm.algorithms.plan import block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, describe, words_of
 from moecomm.codecs.base import RowFormat
+from moecomm.devices.registry import find_device
 from moecomm.errors import (
     CallMismatch,
     CommunicatorClosed,
@@ -36,7 +37,6 @@ from moecomm.errors import (
     TransportUnavailable,
 )
 from moecomm.groups import Group, TorchGroup
-from moecomm.kernels.registry import chosen_kernels
 from moecomm.placement import Placement
 
 __all__ = ["Collective"]
@@ -61,6 +61,7 @@ class Collective(Session):
     """
 
     name: ClassVar[str] = "collective"
+    device = find_device(None)
 
     def __init__(
         self, group: Group, placement: Placement, sizes: EagerSizes, *, max_in_flight: int, memory_limit: int
@@ -73,7 +74,7 @@ class Collective(Session):
         self.tokens_per_expert = torch.zeros(len(placement.local_experts(group.rank)), dtype=torch.int64)
         self._group = group
         self._placement = placement
-        self._kernels = chosen_kernels("cpu")
+        self.kernels = self.device.row_kernels()
         self._max_in_flight = max_in_flight
         self._memory_limits: list[int] = group.all_gather(memory_limit)
         self._outstanding: deque[Call] = deque()
@@ -209,11 +210,8 @@ class Collective(Session):
             self._agree(call, counts, 0)
             return routing
         placement = self._placement
-        counts_tensor = torch.from_numpy(counts)
         try:
-            fingerprint = self._kernels.count_routes(
-                routing.topk_idx, placement.expert_rank, placement.num_ranks, counts_tensor
-            )
+            fingerprint = self.count_routes(routing.topk_idx, placement, torch.from_numpy(counts))
         except ValueError as error:
             self._gather_cards(np.zeros(_CARD_WORDS, dtype=np.int64), counts, error)
             raise
@@ -223,7 +221,7 @@ class Collective(Session):
             everybody, placement, self._group.rank, routing.layout, routing.expert_alignment, routing.capacity
         )
         flat = routing.layout == "flat"
-        plan_routes = self._kernels.plan_flat if flat else self._kernels.plan_expert_major
+        plan_routes = self.kernels.plan_flat if flat else self.kernels.plan_expert_major
         return Routing(
             topk_idx=routing.topk_idx.to(torch.int32, copy=True),
             layout=routing.layout,

@@ -23,7 +23,6 @@ from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.codecs.base import RowFormat
 from moecomm.kernels.eager import Home
-from moecomm.kernels.registry import chosen_eager_kernels
 
 __all__ = ["Eager"]
 
@@ -43,16 +42,31 @@ class Eager(Algorithm):
     name = "eager"
 
     def __init__(self, exchange: Exchange, sizes: EagerSizes, max_in_flight: int) -> None:
-        windows = Windows(exchange, sizes, num_windows=2 * max_in_flight)
-        placement = exchange.placement
-        home = Home(exchange.rank, placement.expert_rank, placement.expert_local, exchange.tokens_per_expert)
-        self.tools = EagerTools(exchange, windows, sizes, chosen_eager_kernels("cpu"), home)
+        self._sizes = sizes
+        self._refusal = ""
+        num_windows = 2 * max_in_flight
+        needed, most = num_windows * exchange.transport.num_ranks * sizes.window_bytes, exchange.smallest_limit // 4
+        if not exchange.device.is_host and needed > most:
+            # All exists at once there, and who never makes such a call should not pay for it.
+            self._refusal = (
+                f"mode 'low_latency' would take {needed} bytes of {exchange.device.kind} memory for windows of "
+                f"max_tokens_per_rank={sizes.max_tokens_per_rank} tokens, and may take {most}, a quarter of the "
+                "memory_limit; construct the Communicator with a smaller max_tokens_per_rank or a larger memory_limit"
+            )
+            return
+        windows = Windows(exchange, sizes, num_windows)
+        # Where kernels cannot add to the session's counts they add to a copy.
+        tokens = exchange.tokens_per_expert.to(exchange.device.torch_device)
+        home = Home(exchange.rank, exchange.expert_rank, exchange.expert_local, tokens)
+        self.tools = EagerTools(exchange, windows, sizes, exchange.device.eager_kernels(), home)
 
     def check_size(self, num_tokens: int) -> None:
-        self.tools.sizes.check(num_tokens)
+        if self._refusal:
+            raise ValueError(self._refusal)
+        self._sizes.check(num_tokens)
 
     def capacity(self, layout: str, expert_alignment: int) -> int:
-        return self.tools.sizes.rows(layout, expert_alignment)
+        return self._sizes.rows(layout, expert_alignment)
 
     def begin_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None

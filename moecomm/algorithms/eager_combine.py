@@ -11,6 +11,7 @@ from moecomm.algorithms.homecoming import Homecoming
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
+from moecomm.devices.queue import OrderedQueue, Tensors
 
 __all__ = ["EagerCombine"]
 
@@ -32,6 +33,9 @@ class EagerCombine:
         values: `[N]` contiguous, brought home route by route, or None.
         may_change: rows are copied wherever they lie.
     """
+
+    out: torch.Tensor | None = None
+    home: Tensors | None = None
 
     def __init__(
         self,
@@ -58,6 +62,14 @@ class EagerCombine:
         if not tools.exchange.reach.is_complete:
             self.far = Homecoming(tools.exchange, routing, self.row_bytes)
         self.call = Call(_OPERATION, words_of(routing, row_format, values), self._phases, self, routing.recording)
+
+    def prepare(self, queue: OrderedQueue) -> None:
+        """Before the device's work: room for results, and what must live until it is done."""
+        call, shape = self.call, self.routing.topk_idx.shape
+        queue.keep(call, *self.planes, self.topk_weights, self.routing.routes)
+        self.out = queue.room(call, (shape[0], self.row_format.hidden), self.row_format.dtype)
+        if self.values is not None:
+            self.home = (queue.room(call, shape, self.values.dtype),)
 
     def _send(self) -> None:
         exchange, windows, *_ = self.tools
@@ -95,8 +107,15 @@ class EagerCombine:
         assert routing.counts is not None
         capacity = routing.capacity if routing.layout == "slab" else 0
         experts = exchange.placement.expert_range(exchange.rank)
-        self.tools.kernels.copy_expert_rows(
-            block.address, plane, row_bytes, routing.counts, experts, capacity, routing.expert_alignment
+        exchange.queue.run(
+            self.tools.kernels.copy_expert_rows,
+            block.address,
+            plane,
+            row_bytes,
+            routing.counts,
+            experts,
+            capacity,
+            routing.expert_alignment,
         )
         return block.offset, block
 
@@ -106,13 +125,19 @@ class EagerCombine:
         addresses = exchange.offsets(self.call, len(self.planes), exchange.bases)
         routes = routing.routes if self.far is None else self._readdress(self.far, addresses)
         num_planes = len(self.row_format.plane_bytes)
-        out = self.row_format.reduce(routes.shape[0], routes, addresses[:num_planes], self.topk_weights)
+        out = exchange.queue.fill(
+            self.out, self.row_format.reduce, routes.shape[0], routes, addresses[:num_planes], self.topk_weights
+        )
         values = None
         if self.values is not None:
-            values = exchange.kernels.pull_values(routes, addresses[num_planes], dtype=self.values.dtype)
+            (values,) = exchange.queue.make(self.home, self._pull_values, routes, addresses[num_planes])
         # What was read while its owner gave up is worth nothing.
         exchange.sequencer.check_notices(self.call)
         self.call.result = Returned(out, values)
+
+    def _pull_values(self, routes: torch.Tensor, addresses: list[int]) -> Tensors:
+        assert self.values is not None
+        return (self.tools.exchange.kernels.pull_values(routes, addresses, dtype=self.values.dtype),)
 
     def _readdress(self, far: Homecoming, addresses: list[list[int]]) -> torch.Tensor:
         """Puts in where my own rows lie and where those of far ranks have landed; gives the routes that lead there."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from moecomm import _C
@@ -15,7 +13,9 @@ from moecomm.algorithms.plan import overflow_message
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, origin_of
 from moecomm.codecs.base import RowFormat
-from moecomm.kernels.eager import Overflow, Sorted, message_bytes
+from moecomm.devices.queue import OrderedQueue, Rooms
+from moecomm.devices.views import tensor_of
+from moecomm.kernels.eager import EagerKernels, Overflow, Sorted, message_bytes
 
 __all__ = ["EagerDispatch"]
 
@@ -32,6 +32,9 @@ class EagerDispatch:
         row_format: how rows are written; one plane.
         topk_weights: `[T, K]` contiguous, travelling with the rows, or None.
     """
+
+    id_rooms: Rooms | None = None
+    rooms: Rooms | None = None
 
     def __init__(
         self,
@@ -55,6 +58,16 @@ class EagerDispatch:
         self.call = Call(_OPERATION, words, self._phases, self, routing.recording)
         self.leased: FixedBlock | None = None
 
+    def prepare(self, queue: OrderedQueue) -> None:
+        """Before the device's work: room for results, and what must live until it is done."""
+        call, routing = self.call, self.routing
+        queue.keep(call, self.x, self.topk_weights, routing.topk_idx, routing.routes)
+        local, choices = self.tools.exchange.tokens_per_expert.shape, routing.topk_idx.shape
+        self.id_rooms = queue.room(call, choices, torch.int32), None
+        counts = None  # goes to the host
+        routes = queue.room(call, choices, torch.int64)
+        self.rooms = counts, routes, queue.room(call, local, torch.int32), queue.room(call, local, torch.int32)
+
     def _send(self) -> None:
         exchange, windows, _, kernels, _ = self.tools
         call = self.call
@@ -65,11 +78,13 @@ class EagerDispatch:
         # Before anything is sent, so that the peers learn if there is no space.
         need = self.form.block.nbytes
         leased = exchange.fixed_blocks.lease(need, self.form.content)
-        self.ids, self.fingerprint = kernels.send_eager(
+        self.ids, self.fingerprint = exchange.queue.call(
+            self.id_rooms,
+            kernels.send_eager,
             rows,
             self.routing.topk_idx,
             self.topk_weights,
-            exchange.placement.expert_rank,
+            exchange.expert_rank,
             windows.outgoing[self.window],
         )
         if exchange.reach.far:
@@ -97,25 +112,30 @@ class EagerDispatch:
         values = 0 if self.topk_weights is None else rows + form.block.offsets[1]
         window = windows.incoming[self.window]
         try:
-            found = kernels.receive_eager(home, form.kernel, window, num_tokens, rows, values, leased.used)
+            found = exchange.queue.call(self.rooms, self._sort, kernels, window, num_tokens, rows, values)
         except Overflow as overflow:
             raise self._overflow(overflow) from None
+        if home.tokens_per_expert is not exchange.tokens_per_expert:
+            arrived = found.counts[:, slice(*exchange.placement.expert_range(exchange.rank))].sum(dim=0)
+            exchange.count_tokens(arrived.to(torch.int32).numpy())
         x, weights = leased.give_out(self._tensors)
         if routing.routes is None:
             routing = self._complete(found)
         self.call.result = Arrival(x, weights, None, found.num_tokens_per_expert, found.offsets, routing)
 
+    def _sort(self, kernels: EagerKernels, window: list[int], num_tokens: list[int], rows: int, values: int) -> Sorted:
+        assert self.leased is not None
+        used = self.tools.exchange.queue.upload(self.leased.used)
+        return kernels.receive_eager(self.tools.home, self.form.kernel, window, num_tokens, rows, values, used)
+
     def _tensors(self, block: _C.Block) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the block holds, as tensors."""
         offsets, shape = self.form.block.offsets, self.form.shape
-        x = self.row_format.decode(block, offsets, *shape)
+        memory = self.tools.exchange.queue.tensors_in(self.call, block)
+        x = self.row_format.decode(memory, offsets, *shape)
         if self.topk_weights is None:
             return x, None
-        dtype = self.topk_weights.dtype
-        count = math.prod(shape)
-        if count == 0:
-            return x, torch.empty(shape, dtype=dtype)
-        return x, torch.frombuffer(block, dtype=dtype, count=count, offset=offsets[1]).resize_(shape)
+        return x, tensor_of(memory, self.topk_weights.dtype, offsets[1], shape)
 
     def _complete(self, found: Sorted) -> Routing:
         _, layout, alignment, *_ = routing = self.routing

@@ -33,7 +33,7 @@ class Windows:
     def __init__(self, exchange: Exchange, sizes: EagerSizes, num_windows: int) -> None:
         transport, far = exchange.transport, exchange.reach.far
         ranks, me, nbytes = range(transport.num_ranks), exchange.rank, sizes.window_bytes
-        self._region = transport.allocate(num_windows * len(ranks) * nbytes)
+        self._region = transport.allocate_on(exchange.device, num_windows * len(ranks) * nbytes)
         self._transport = transport
         self._num_ranks = len(ranks)
         self._window_bytes = nbytes

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import Call
+from moecomm.algorithms.device_sequencer import make_queue, make_sequencer
 from moecomm.algorithms.far_rows import Reach
 from moecomm.algorithms.fixed_blocks import FixedBlocks
 from moecomm.algorithms.hops import Hops
 from moecomm.algorithms.mailbox import Mailbox
 from moecomm.algorithms.receive_memory import ReceiveMemory
-from moecomm.algorithms.sequencer import Sequencer
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
+from moecomm.devices.base import Device
 from moecomm.errors import MemoryLimitExceeded
-from moecomm.kernels.registry import chosen_kernels
 from moecomm.placement import Placement
 from moecomm.transports.base import Transport
 
@@ -36,11 +38,15 @@ class Exchange(Session):
         timeout: seconds that one wait may last.
         fixed_bytes: address space of each rank for blocks of fixed shape.
         hops: what crosses between domains.
+        device: where tensors are.
 
     Attributes:
         bases: where everybody's receive memory begins in my address space, by rank; 0 where it has no address.
         reach: who can address whom.
         hops: what crosses between domains.
+        queue: the device's work, in its order.
+        smallest_limit: the smallest memory_limit of any rank.
+        expert_rank, expert_local: `[E]` int32 on the device: rank of each expert, and its index there.
     """
 
     hops: Hops
@@ -55,22 +61,29 @@ class Exchange(Session):
         timeout: float,
         fixed_bytes: int,
         hops: Hops,
+        device: Device,
     ) -> None:
         self.transport = transport
         self.placement = placement
         self.hops = hops
-        self.kernels = chosen_kernels("cpu")
+        self.device = device
+        self.kernels = device.row_kernels()
+        self.expert_rank = placement.expert_rank.to(device.torch_device)
+        self.expert_local = placement.expert_local.to(device.torch_device)
         self.rank = transport.rank
         num_counts = placement.num_experts + placement.num_ranks
         self.mailbox = Mailbox(transport, num_counts, num_slots=2 * max_in_flight)
-        largest_limit = max(transport.group.all_gather(memory_limit))
-        self.memory = ReceiveMemory(transport, memory_limit, largest_limit, fixed_bytes)
+        self.queue = make_queue(transport, device, timeout)
+        limits = transport.group.all_gather(memory_limit)
+        self.smallest_limit = min(limits)
+        self.memory = ReceiveMemory(transport, device, self.queue, memory_limit, max(limits), fixed_bytes)
         self.reach = Reach(transport, self.memory.region)
         self.bases = [transport.peer(self.memory.region, rank) or 0 for rank in range(transport.num_ranks)]
         num_local = len(placement.local_experts(self.rank))
         self.fixed_blocks = FixedBlocks(self.memory, num_local)
         self.tokens_per_expert = torch.zeros(num_local, dtype=torch.int64)
-        self.sequencer = Sequencer(transport, self.mailbox, max_in_flight, timeout)
+        self._arrived = self.tokens_per_expert.numpy()  # the same memory
+        self.sequencer = make_sequencer(self.queue, transport, self.mailbox, max_in_flight, timeout)
         self.algorithms: Mapping[str, Algorithm] = {}
         """Set by whoever makes them: they need the session first."""
 
@@ -96,6 +109,12 @@ class Exchange(Session):
         rank, card = next((rank, card) for rank, card in enumerate(self.sequencer.cards(call)) if card.refused)
         call.is_agreed_failure = True
         raise self.memory.exceeded_fixed(call.title, self.transport.describe_peer(rank), card.need, card.limit)
+
+    def count_tokens(self, num_tokens_per_expert: npt.NDArray[np.int32]) -> None:
+        self._arrived += num_tokens_per_expert
+
+    def count_routes(self, topk_idx: torch.Tensor, placement: Placement, counts: torch.Tensor) -> int:
+        return self.queue.count_routes(self.kernels, topk_idx, self.expert_rank, placement.num_ranks, counts)
 
     # -- for the communicator ----------------------------------------------------------------------------------------
 
@@ -129,7 +148,8 @@ class Exchange(Session):
             raise self.memory.exceeded_fixed("combine_buffer", me, nbytes, self.memory.fixed_limit)
         if block is None:
             raise self.memory.exceeded("combine_buffer", me, nbytes, self.memory.limit)
-        return row_format.decode(block, (0,), num_rows)
+        self.queue.claim_for_caller(block)
+        return row_format.decode(self.queue.tensors_in(None, block), (0,), num_rows)
 
     def distrust(self, x: torch.Tensor) -> None:
         offset = self.memory.offset_of(x)
@@ -158,6 +178,7 @@ class Exchange(Session):
 
     def close(self) -> None:
         self.sequencer.abandon()
+        self.queue.close()
         self.algorithms = {}  # they hold the session, so it would take the garbage collector to let go of the memory
         # Memory is not cleared: peers may still be reading the rows of a low-latency combine that is finished here.
         self.transport.close()

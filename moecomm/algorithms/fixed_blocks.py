@@ -74,8 +74,9 @@ class FixedBlock:
         used: rows that hold something, to be kept up to date by whoever fills the block.
     """
 
-    def __init__(self, block: _C.Block, note: _Note) -> None:
+    def __init__(self, block: _C.Block, note: _Note, is_watched: bool) -> None:
         self.block = block
+        self._is_watched = is_watched
         self.used = note.used
         self._note = note
 
@@ -84,6 +85,8 @@ class FixedBlock:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # where writes are not counted
                 return self.give_out(make)
+        if not self._is_watched:
+            return make(self.block)
         rows, weights = given = make(self.block)
         watch = _Watch(rows)
         self._note.watches = (watch,) if weights is None else (watch, _Watch(weights))
@@ -114,12 +117,13 @@ class FixedBlocks:
         if block is None:
             return None
         note = self._notes.get(block.offset)
-        if note is None or note.nbytes != nbytes or note.content != content or not note.is_intact():
+        is_watched = not self._memory.is_shared  # what others have used is cleared each time
+        if note is None or not is_watched or note.nbytes != nbytes or note.content != content or not note.is_intact():
             self._memory.clear(block)
             self._forget(block.offset, block.offset + nbytes)
             note = self._notes[block.offset] = _Note(nbytes, content, self._num_used)
         note.watches = ()
-        return FixedBlock(block, note)
+        return FixedBlock(block, note, is_watched)
 
     def distrust(self, offset: int) -> None:
         """Says that the block there, which is in use, may be written to without torch counting it."""

@@ -128,7 +128,7 @@ class HierarchicalDispatch(Dispatch):
     def _write_near(self) -> None:
         """Writes the rows of my own domain to their places."""
         assert self.routing.routes is not None
-        self._write(self.rails.near(self.routing.routes))
+        self._write(self.routing._replace(routes=self.rails.near(self.routing.routes)))
 
     def _forward(self, there: RailRoutes, chunk: Chunk) -> None:
         """Writes the rows of a chunk to their places in my domain."""

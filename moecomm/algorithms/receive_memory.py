@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-from pathlib import Path
-
 import torch
 
 from moecomm import _C
+from moecomm.devices.base import Device
+from moecomm.devices.queue import Queue
 from moecomm.errors import MemoryLimitExceeded
 from moecomm.transports.base import Transport
 
-__all__ = ["ReceiveMemory", "default_memory_limit"]
+__all__ = ["ReceiveMemory"]
 
 # Address space costs nothing. Twice the limit absorbs fragmentation; with more, tensors of similar size take each
 # other's place (csrc/memory/arena.h). All ranks' parts together get at most a 16th of the 2**47 bytes of a process.
@@ -21,26 +19,16 @@ _MAPPABLE_BYTES = 2**43
 _PAGE = 4096
 
 
-def default_memory_limit() -> int:
-    """All the memory that this process could get: the machine's, or its control group's if that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total
-
-
 class ReceiveMemory:
     """The arena of a communicator on one rank. Construction is collective.
 
-    Address space is reserved once, memory by touching pages; a block returns when the last tensor on it dies.
+    Address space is reserved once, memory by touching pages; a block returns when the last tensor on it dies. On a
+    device all memory is there from the start, as much as the largest limit.
 
     Arguments:
         transport: makes the region.
+        device: whose memory it is.
+        queue: its work.
         memory_limit: bytes that may be alive at once on this rank.
         largest_limit: the largest limit of any rank; regions are symmetric.
         fixed_bytes: address space for blocks of fixed shape, which are mostly empty: half of it for what dispatches
@@ -48,38 +36,63 @@ class ReceiveMemory:
 
     Attributes:
         limit: memory_limit.
+        is_shared: blocks of fixed shape lie among the others, and may hold anything.
         region: all of it, at every rank.
         num_copies: tensors that had to be copied to where peers can read them.
     """
 
-    def __init__(self, transport: Transport, memory_limit: int, largest_limit: int, fixed_bytes: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        device: Device,
+        queue: Queue,
+        memory_limit: int,
+        largest_limit: int,
+        fixed_bytes: int,
+    ) -> None:
         self.limit = memory_limit
-        wanted = min(_MOST_SPACE * largest_limit, _MAPPABLE_BYTES // transport.num_ranks)
-        arena_bytes = -(-max(wanted, _LEAST_SPACE * largest_limit) // _PAGE) * _PAGE
-        self.region = transport.allocate(arena_bytes + fixed_bytes)
+        self._queue = queue
+        wanted = largest_limit
+        if device.is_host:
+            wanted = min(_MOST_SPACE * largest_limit, _MAPPABLE_BYTES // transport.num_ranks)
+            wanted = max(wanted, _LEAST_SPACE * largest_limit)
+        arena_bytes = -(-wanted // _PAGE) * _PAGE
+        self.region = transport.allocate_on(device, arena_bytes + fixed_bytes)
         self._mapping = transport.mapping(self.region)
         self._arena = _C.Arena(self._mapping, memory_limit, 0, arena_bytes)
-        self.fixed_limit = fixed_bytes // 2 // _PAGE * _PAGE
-        self._arriving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes, self.fixed_limit)
-        self._leaving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes + self.fixed_limit, self.fixed_limit)
+        self.is_shared = not device.is_host
+        self.fixed_limit = memory_limit
+        self._arriving = self._leaving = self._arena
+        if not self.is_shared:
+            self.fixed_limit = fixed_bytes // 2 // _PAGE * _PAGE
+            self._arriving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes, self.fixed_limit)
+            self._leaving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes + self.fixed_limit, self.fixed_limit)
         self.num_copies = 0
         self._start = self.region.address
         self._end = self._start + self.region.nbytes
 
     def allocate(self, nbytes: int) -> _C.Block | None:
         """A block of at least `nbytes`, or None if the limit does not allow it."""
-        return self._arena.allocate(nbytes)
+        return self._claimed(self._arena.allocate(nbytes))
 
     def allocate_arriving(self, nbytes: int) -> _C.Block | None:
         """A block of fixed shape for what a dispatch brings; only pages that rows touch take memory. None: no space."""
-        return self._arriving.allocate(nbytes)
+        return self._claimed(self._arriving.allocate(nbytes))
 
     def allocate_leaving(self, nbytes: int) -> _C.Block | None:
         """The same for what a combine sends. Apart, since the others' memory is known to be zero but for some rows."""
-        return self._leaving.allocate(nbytes)
+        return self._claimed(self._leaving.allocate(nbytes))
+
+    def _claimed(self, block: _C.Block | None) -> _C.Block | None:
+        if block is not None:
+            self._queue.claim(block)
+        return block
 
     def clear(self, block: _C.Block) -> None:
-        """Makes a block read as zero, without touching its pages."""
+        """Makes a block read as zero, where that is possible without touching its pages."""
+        if self.is_shared:
+            self._queue.zero(block.address, block.nbytes)
+            return
         nbytes = -(-block.nbytes // _PAGE) * _PAGE
         self._mapping.punch(block.offset, nbytes)
 
@@ -104,7 +117,7 @@ class ReceiveMemory:
                 block = self.allocate(nbytes)
                 if block is None:
                     return (), [], nbytes
-                ctypes.memmove(block.address, tensor.data_ptr(), nbytes)
+                self._queue.copy(block.address, tensor.data_ptr(), nbytes)
                 self.num_copies += 1
                 blocks.append(block)
                 offset = block.offset
@@ -128,8 +141,8 @@ class ReceiveMemory:
         )
 
     def fixed_blocks(self) -> int:
-        """Blocks of fixed shape that are alive."""
-        return self._arriving.usage().live_blocks + self._leaving.usage().live_blocks
+        """Blocks of fixed shape that are alive; 0 where they are counted among the others."""
+        return 0 if self.is_shared else self._arriving.usage().live_blocks + self._leaving.usage().live_blocks
 
     def usage(self) -> _C.ArenaUsage:
         """Bytes alive, their peak, and those of the pages that were touched."""

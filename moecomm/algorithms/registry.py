@@ -12,8 +12,8 @@ from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.hierarchical import Hierarchical
 from moecomm.algorithms.hops import WAYS, Hops, Way
-from moecomm.algorithms.receive_memory import default_memory_limit
 from moecomm.algorithms.rendezvous import Rendezvous
+from moecomm.devices.base import Device
 from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group
 from moecomm.placement import Placement
@@ -49,6 +49,7 @@ def make_session(
     timeout: float,
     sizes: EagerSizes,
     agreed: dict[str, int | str],
+    device: Device,
 ) -> tuple[Session, str]:
     """Makes the exchange of a communicator. Collective.
 
@@ -62,6 +63,7 @@ def make_session(
         max_in_flight, memory_limit, timeout: see `Communicator`.
         sizes: fixed shapes of low-latency calls.
         agreed: further values that must be equal on all ranks.
+        device: where this rank's tensors are.
 
     Returns:
         The session with its algorithms, and the name of what carries it.
@@ -83,12 +85,16 @@ def make_session(
         "topology": whereabouts,
         "algorithm": way,
         "max_in_flight": max_in_flight,
+        "device": device.kind,
     }
     _check_agreement(group, {**agreed, **mine})
     if topology is not None and topology.num_ranks != group.size:
         raise ValueError(f"topology is of {topology.num_ranks} ranks, the group has {group.size}")
-    peers = gather_peers(group)
-    limit = default_memory_limit() if memory_limit is None else memory_limit
+    peers = gather_peers(group, device.kind, device.identity())
+    me = peers[group.rank]
+    if memory_limit is None:
+        sharers = sum((peer.host, peer.device.name) == (me.host, me.device.name) for peer in peers)
+        memory_limit = device.default_memory_limit(sharers)
 
     def settled(far_from: list[list[int]]) -> Topology:
         if topology is None:
@@ -97,16 +103,19 @@ def make_session(
         return topology
 
     def collective() -> tuple[Session, str]:
-        session = Collective(group, placement, sizes, max_in_flight=max_in_flight, memory_limit=limit)
+        session = Collective(group, placement, sizes, max_in_flight=max_in_flight, memory_limit=memory_limit)
         session.topology = settled(group.all_gather(far_ranks(peers[group.rank], peers)))
         return session, Collective.name
 
     if transport == Collective.name:
+        if not device.is_host:
+            reason, remedy = f"it carries cpu tensors, not {device.kind} ones.", "Use transport='auto'."
+            raise TransportUnavailable(f"transport {transport!r}", reason, remedy)
         return collective()
     try:
-        choice = choose(transport, peers[group.rank], peers)
+        choice = choose(transport, me, peers)
     except TransportUnavailable as error:
-        if transport != "auto" or Collective.refusal(group) is not None:
+        if transport != "auto" or not device.is_host or Collective.refusal(group) is not None:
             raise
         _log.warning("falling back to the slow `collective` exchange: %s", error)
         return collective()
@@ -116,14 +125,19 @@ def make_session(
             carrier,
             placement,
             max_in_flight=max_in_flight,
-            memory_limit=limit,
+            memory_limit=memory_limit,
             timeout=timeout,
-            fixed_bytes=_fixed_bytes(sizes, group.size),
+            fixed_bytes=_fixed_bytes(sizes, group.size) if device.is_host else 0,
             hops=Hops(way),
+            device=device,
         )
         exchange.refusals = choice.refusals
         found = exchange.topology = settled(exchange.reach.far_from)
         throughput: Algorithm = Rendezvous(exchange)
+        if found.num_domains > 1 and not device.is_host:
+            raise ValueError(
+                f"topology: tensors on {device.kind} travel inside one domain, this one has {found.num_domains}"
+            )
         if found.num_domains > 1:
             throughput = Hierarchical(exchange, found, hidden=sizes.hidden, max_topk=sizes.max_topk)
         low_latency = Eager(exchange, sizes, max_in_flight)

@@ -15,6 +15,7 @@ from moecomm.algorithms.mailbox import MAX_PLANES, Card
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
+from moecomm.devices.queue import OrderedQueue, Tensors
 
 __all__ = ["Combine"]
 
@@ -34,6 +35,9 @@ class Combine:
         values: `[N]` or (flat) `[N, K]` contiguous, brought home route by route, or None.
         per_host: the ranks must agree on it.
     """
+
+    out: torch.Tensor | None = None
+    home: Tensors | None = None
 
     def __init__(
         self,
@@ -64,6 +68,14 @@ class Combine:
             self.far = Homecoming(exchange, routing, plane_bytes)
         words = words_of(routing, row_format, values, per_host=per_host)
         self.call = Call(Operation.COMBINE, words, phases, self, routing.recording)
+
+    def prepare(self, queue: OrderedQueue) -> None:
+        """Before the device's work: room for results, and what must live until it is done."""
+        call, shape = self.call, self.routing.topk_idx.shape
+        queue.keep(call, *self.planes, self.topk_weights, self.routing.topk_idx, self.routing.routes)
+        self.out = queue.room(call, (shape[0], self.row_format.hidden), self.row_format.dtype)
+        if self.values is not None:
+            self.home = (queue.room(call, shape, self.values.dtype),)
 
     def _ready(self) -> None:
         exchange = self.exchange
@@ -125,7 +137,8 @@ class Combine:
 
     def _pull(self) -> None:
         assert self.routing.routes is not None
-        self._sum(self.routing.routes, self._addresses(self._cards()))
+        addresses = self._addresses(self._cards())
+        self._sum(self.routing.routes, addresses)
 
     def _own_addresses(self) -> list[list[int]]:
         """As `_addresses`, but my own rows where they are, for they need not have been shared."""
@@ -146,8 +159,13 @@ class Combine:
     def _sum(self, routes: torch.Tensor, addresses: list[list[int]]) -> None:
         num_planes = len(self.row_format.plane_bytes)
         num_tokens = routes.shape[0]
-        out = self.row_format.reduce(num_tokens, routes, addresses[:num_planes], self.topk_weights)
-        values = None if self.values is None else self._pull_values(routes, self.values.dtype, addresses[num_planes])
+        queue = self.exchange.queue
+        out = queue.fill(
+            self.out, self.row_format.reduce, num_tokens, routes, addresses[:num_planes], self.topk_weights
+        )
+        values = None
+        if self.values is not None:
+            (values,) = queue.make(self.home, self._pull_values, routes, self.values.dtype, addresses[num_planes])
         self._return(out, values)
 
     def _return(self, out: torch.Tensor, values: torch.Tensor | None) -> None:
@@ -157,12 +175,12 @@ class Combine:
         self.call.result = Returned(out, values)
         exchange.sequencer.signal_all(LANE_DONE, self.call)
 
-    def _pull_values(self, routes: torch.Tensor, dtype: torch.dtype, addresses: list[int]) -> torch.Tensor:
+    def _pull_values(self, routes: torch.Tensor, dtype: torch.dtype, addresses: list[int]) -> Tensors:
         kernels, routing = self.exchange.kernels, self.routing
         if routing.layout == "flat":
-            expert_rank = self.exchange.placement.expert_rank
-            return kernels.pull_flat_values(routing.topk_idx, routes, expert_rank, addresses, dtype=dtype)
-        return kernels.pull_values(routes, addresses, dtype=dtype)
+            expert_rank = self.exchange.expert_rank
+            return (kernels.pull_flat_values(routing.topk_idx, routes, expert_rank, addresses, dtype=dtype),)
+        return (kernels.pull_values(routes, addresses, dtype=dtype),)
 
     def _release(self) -> None:
         self.exchange.sequencer.check_notices(self.call)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from moecomm import _C
 from moecomm.algorithms.base import Arrival
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call, Phase
 from moecomm.algorithms.exchange import Exchange
@@ -20,6 +17,8 @@ from moecomm.algorithms.plan import Plan, block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
+from moecomm.devices.queue import OrderedQueue, Tensors
+from moecomm.devices.views import tensor_of
 
 __all__ = ["Dispatch"]
 
@@ -37,6 +36,9 @@ class Dispatch:
         row_format: how rows are written.
         topk_weights: `[T, K]` contiguous, travelling with the rows, or None.
     """
+
+    count_rooms: Tensors | None = None
+    route_rooms: Tensors | None = None
 
     def __init__(
         self,
@@ -66,11 +68,20 @@ class Dispatch:
         words = words_of(routing, row_format, topk_weights)
         self.call = Call(operation, words, phases, self, routing.recording)
 
+    def prepare(self, queue: OrderedQueue) -> None:
+        """Before the device's work: room for results, and what must live until it is done."""
+        call, routing = self.call, self.routing
+        queue.keep(call, self.x, self.topk_weights, routing.topk_idx, routing.routes)
+        local, choices = self.exchange.tokens_per_expert.shape, routing.topk_idx.shape
+        self.count_rooms = queue.room(call, local, torch.int32), queue.room(call, local, torch.int32)
+        if not self.cached:
+            self.route_rooms = queue.room(call, choices, torch.int32), queue.room(call, choices, torch.int64)
+
     def _announce(self) -> None:
         exchange, routing = self.exchange, self.routing
-        placement = exchange.placement
-        self.fingerprint = exchange.kernels.count_routes(
-            routing.topk_idx, placement.expert_rank, placement.num_ranks, exchange.mailbox.counts_out
+        self.fingerprint = exchange.queue.count_routes(
+            *(exchange.kernels, routing.topk_idx, exchange.expert_rank, exchange.placement.num_ranks),
+            exchange.mailbox.counts_out,
         )
         exchange.sequencer.await_readers(self.call)
         exchange.sequencer.send_card(self.call, self._announcement(), with_counts=True)
@@ -102,13 +113,12 @@ class Dispatch:
         advance = exchange.sequencer.advance(LANE_GRANTED, self.call)
         exchange.mailbox.send_grant(self.call.sequence, grant, LANE_GRANTED, advance)
         # The peers can go on from here, so the rest of the planning costs them nothing.
-        plan_routes = exchange.kernels.plan_flat if self.flat else exchange.kernels.plan_expert_major
+        topk_idx, routes = exchange.queue.make(self.route_rooms, self._route, routing.topk_idx)
         self.routing = Routing(
-            # A copy of its own: the handle must not change when the caller reuses its tensor.
-            topk_idx=routing.topk_idx.to(torch.int32, copy=True),
+            topk_idx=topk_idx,
             layout=routing.layout,
             expert_alignment=routing.expert_alignment,
-            routes=plan_routes(routing.topk_idx, exchange.placement.expert_rank, torch.from_numpy(self.plan.bases)),
+            routes=routes,
             counts=torch.from_numpy(counts),
             origin=self.call.sequence,
             fingerprint=self.fingerprint,
@@ -117,6 +127,13 @@ class Dispatch:
 
     def _begin_sending(self) -> None:
         """What can be sent before the grants are known."""
+
+    def _route(self, topk_idx: torch.Tensor) -> Tensors:
+        exchange = self.exchange
+        plan_routes = exchange.kernels.plan_flat if self.flat else exchange.kernels.plan_expert_major
+        bases = exchange.queue.upload(torch.from_numpy(self.plan.bases))
+        # A copy of its own: the handle must not change when the caller reuses its tensor.
+        return topk_idx.to(torch.int32, copy=True), plan_routes(topk_idx, exchange.expert_rank, bases)
 
     def _grant_cached(self) -> None:
         assert self.routing.counts is not None
@@ -158,13 +175,13 @@ class Dispatch:
         if exchange.reach.far:
             self._push_far()
         else:
-            self._write(self.routing.routes)
+            exchange.queue.run(self._write, self.routing)
         exchange.sequencer.signal_all(LANE_DONE, self.call)
 
-    def _write(self, routes: torch.Tensor) -> None:
+    def _write(self, routing: Routing) -> None:
         """Writes all planes to where the routes say."""
-        kernels, placement, routing = self.exchange.kernels, self.exchange.placement, self.routing
-        addresses = self.addresses
+        kernels, routes, addresses = self.exchange.kernels, routing.routes, self.addresses
+        assert routes is not None
         planes = self.row_format.encode(self.x)
         for tensor, where in zip(planes, addresses, strict=False):
             kernels.push_rows(tensor, routes, where)
@@ -174,8 +191,8 @@ class Dispatch:
                 routing.topk_idx,
                 self.topk_weights,
                 routes,
-                expert_rank=placement.expert_rank,
-                expert_local=placement.expert_local,
+                expert_rank=self.exchange.expert_rank,
+                expert_local=self.exchange.expert_local,
                 idx_addresses=rest[0],
                 weight_addresses=None if self.topk_weights is None else rest[1],
             )
@@ -200,7 +217,7 @@ class Dispatch:
         for where, parts in zip(self.addresses, starts, strict=True):
             for rank, part in parts.items():
                 where[rank] = part
-        self._write(packed.routes(exchange.kernels, routing.topk_idx))
+        self._write(routing._replace(routes=packed.routes(exchange.kernels, routing.topk_idx)))
         offsets = block_layout(packed.num_rows, self.planes).offsets
         for rank in exchange.reach.far:
             for offset, there_offset, nbytes in zip(offsets, self._layouts[rank], self.planes, strict=True):
@@ -219,35 +236,38 @@ class Dispatch:
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             for offset, row_bytes in zip(offsets, self.planes, strict=True):
                 if end > start:
-                    ctypes.memset(base + offset + start * row_bytes, 0, (end - start) * row_bytes)
+                    self.exchange.queue.zero(base + offset + start * row_bytes, (end - start) * row_bytes)
 
     def _arrive(self) -> None:
+        queue = self.exchange.queue
         self.exchange.sequencer.check_notices(self.call)
         num_rows = self.plan.rows_per_rank[self.exchange.rank]
         offsets = block_layout(num_rows, self.planes).offsets
         num_planes = len(self.row_format.plane_bytes)
         num_topk = self.routing.topk_idx.shape[1]
-        block = self.call.blocks[0]
+        block = queue.tensors_in(self.call, self.call.blocks[0])
         weights, topk_idx = None, None
         if self.flat:
-            topk_idx = _view(block, torch.int32, offsets[num_planes], (num_rows, num_topk))
+            topk_idx = tensor_of(block, torch.int32, offsets[num_planes], (num_rows, num_topk))
         if self.topk_weights is not None:
             shape = (num_rows, num_topk) if self.flat else (num_rows,)
-            weights = _view(block, self.topk_weights.dtype, offsets[-1], shape)
+            weights = tensor_of(block, self.topk_weights.dtype, offsets[-1], shape)
         self.exchange.count_tokens(self.plan.num_tokens_per_expert)
+        counts = torch.from_numpy(self.plan.num_tokens_per_expert), torch.from_numpy(self.plan.offsets)
+        num_tokens_per_expert, ends = queue.give(self.count_rooms, counts)
         self.call.result = Arrival(
             x=self.row_format.decode(block, offsets[:num_planes], num_rows),
             topk_weights=weights,
             topk_idx=topk_idx,
-            num_tokens_per_expert=torch.from_numpy(self.plan.num_tokens_per_expert),
-            offsets=torch.from_numpy(self.plan.offsets),
+            num_tokens_per_expert=num_tokens_per_expert,
+            offsets=ends,
             routing=self.routing,
         )
         self.call.blocks = ()
 
     _phases: ClassVar[tuple[Phase, ...]] = (
         Phase("announce", None, _announce),
-        Phase("grant", LANE_BEGUN, _grant),
+        Phase("grant", LANE_BEGUN, _grant, orders_device=False),
         Phase("push", LANE_GRANTED, _push),
         Phase("arrive", LANE_DONE, _arrive),
     )
@@ -256,10 +276,3 @@ class Dispatch:
         Phase("push", LANE_BEGUN, _push),
         _phases[-1],
     )
-
-
-def _view(block: _C.Block, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    count = math.prod(shape)
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(block, dtype=dtype, count=count, offset=offset).resize_(shape)

@@ -165,7 +165,7 @@ class Sequencer:
         A stream that may not wait does what it can, and stays the next phase unless that finishes it.
         """
         phases, num_run = call.phases, call.num_run
-        _, lane, run, is_stream = phases[num_run]
+        _, lane, run, is_stream, _ = phases[num_run]
         try:
             if lane is not None:
                 self._await(call, lane, call.sequence + 1)
@@ -362,6 +362,10 @@ class Sequencer:
         self._quarantine.extend((call.sequence, block) for block in call.blocks)
         call.blocks = ()
 
+    def _is_through(self, rank: int, sequence: int) -> bool:
+        """Whether a rank is done with a call."""
+        return self.transport.lane(LANE_DONE, rank) > sequence
+
     def release_quarantine(self) -> None:
         """Lets go of failed calls' memory once every peer is done with the call or gone."""
         while self._quarantine:
@@ -370,7 +374,7 @@ class Sequencer:
             busy = [
                 rank
                 for rank in range(self.transport.num_ranks)
-                if rank not in gone and self.transport.lane(LANE_DONE, rank) <= sequence
+                if rank not in gone and not self._is_through(rank, sequence)
             ]
             if busy:
                 return

@@ -151,6 +151,8 @@ def _transports() -> list[dict[str, Any]]:
     """Each transport in the order in which it is asked, and whom it reaches: some groups of two are imagined."""
     import dataclasses
 
+    from moecomm.devices.base import DeviceIdentity
+    from moecomm.devices.registry import find_device
     from moecomm.groups import SoloGroup
     from moecomm.transports.peers import my_identity
     from moecomm.transports.registry import refusal, transport_class, transport_names
@@ -167,10 +169,25 @@ def _transports() -> list[dict[str, Any]]:
             dataclasses.replace(me, rank=1, in_process=False, process="another", host="another", hostname="another"),
         ],
     }
+    gpu, no_gpu = DeviceIdentity(), ""
+    try:
+        gpu = find_device("cuda").identity()
+    except ValueError as error:
+        no_gpu = f"{error}."
     found = []
     for name in transport_names():
         transport = transport_class(name)
-        reasons = {who: refusal(transport, peers[0], peers) for who, peers in groups.items()}
+        reasons: dict[str, str | None]
+        if "cpu" in transport.capabilities.device_types:
+            reasons = {who: refusal(transport, peers[0], peers) for who, peers in groups.items()}
+        elif no_gpu:
+            reasons = dict.fromkeys(groups, no_gpu)
+        else:
+            on_gpu = {
+                who: [dataclasses.replace(peer, device_type="cuda", device=gpu) for peer in peers]
+                for who, peers in groups.items()
+            }
+            reasons = {who: refusal(transport, peers[0], peers) for who, peers in on_gpu.items()}
         reached = [who for who, reason in reasons.items() if reason is None]
         found.append(
             {

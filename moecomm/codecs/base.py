@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from moecomm.kernels.base import RowKernels
+
 __all__ = ["Codec", "RowFormat", "dtype_code", "dtype_name"]
 
 # The dtypes that rows may have. A dtype's index is what ranks compare before they exchange, so the order stays.
@@ -78,7 +80,10 @@ class RowFormat(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, buffer: Any, offsets: Sequence[int], *shape: int) -> torch.Tensor:
-        """Gives the `[*shape, H]` rows whose planes lie at `offsets` of `buffer` (which the result keeps alive)."""
+        """Gives the `[*shape, H]` rows whose planes lie at `offsets` of `buffer` (which the result keeps alive).
+
+        `buffer` is what `moecomm.devices.views.tensor_of` takes.
+        """
 
     @abc.abstractmethod
     def reduce(
@@ -87,6 +92,7 @@ class RowFormat(abc.ABC):
         routes: torch.Tensor,
         addresses: Sequence[Sequence[int]],
         weights: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sums each token's rows in ascending p.
 
@@ -95,6 +101,7 @@ class RowFormat(abc.ABC):
             routes: `[T, P]` int64, see kernels/base.py.
             addresses: per plane and rank the address of row 0.
             weights: `[T, P]` float32 or None.
+            out: `[T, H]`, where to leave the sums; None: in a new tensor.
 
         Returns:
             `[T, H]`; zero where a token has no route.
@@ -102,7 +109,11 @@ class RowFormat(abc.ABC):
 
 
 class Codec(abc.ABC):
-    """A number format of rows on the wire."""
+    """A number format of rows on the wire.
+
+    Arguments:
+        kernels: of the device on which rows are; None: of the CPU.
+    """
 
     name: ClassVar[str]
     code: ClassVar[int]
@@ -110,6 +121,9 @@ class Codec(abc.ABC):
 
     error_bound: ClassVar[float]
     """Largest relative error of a decoded number; 0.0 = exact."""
+
+    @abc.abstractmethod
+    def __init__(self, kernels: RowKernels | None = None) -> None: ...
 
     @abc.abstractmethod
     def row_format(self, hidden: int, dtype: torch.dtype) -> RowFormat:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from moecomm.codecs.base import Codec, RowFormat
+from moecomm.devices.views import tensor_of
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.registry import chosen_kernels
 
@@ -28,10 +28,7 @@ class PlainRows(RowFormat):
         return (x,)
 
     def decode(self, buffer: Any, offsets: Sequence[int], *shape: int) -> torch.Tensor:
-        count = math.prod(shape) * self.hidden
-        if count == 0:
-            return torch.empty(*shape, self.hidden, dtype=self.dtype)
-        return torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=offsets[0]).resize_(*shape, self.hidden)
+        return tensor_of(buffer, self.dtype, offsets[0], (*shape, self.hidden))
 
     def reduce(
         self,
@@ -39,8 +36,10 @@ class PlainRows(RowFormat):
         routes: torch.Tensor,
         addresses: Sequence[Sequence[int]],
         weights: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = torch.empty(num_tokens, self.hidden, dtype=self.dtype)
+        if out is None:
+            out = torch.empty(num_tokens, self.hidden, dtype=self.dtype, device=routes.device)
         if self.hidden:  # memory of rows without numbers may have no address
             self._kernels.combine_rows(out, routes, addresses[0], weights=weights)
         return out
@@ -53,8 +52,8 @@ class NoCodec(Codec):
     code = 0
     error_bound = 0.0
 
-    def __init__(self) -> None:
-        self._kernels: Any = chosen_kernels("cpu")
+    def __init__(self, kernels: RowKernels | None = None) -> None:
+        self._kernels: Any = kernels or chosen_kernels("cpu")
 
     def row_format(self, hidden: int, dtype: torch.dtype) -> RowFormat:
         return _plain_rows(hidden, dtype, self._kernels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 from moecomm.codecs.base import Codec
+from moecomm.kernels.base import RowKernels
 
 __all__ = ["codec_names", "make_codec", "register"]
 
@@ -31,8 +32,12 @@ def register(name: str, path: str) -> None:
     _known[name] = path
 
 
-def make_codec(name: str) -> Codec:
+def make_codec(name: str, kernels: RowKernels | None = None) -> Codec:
     """The codec of this name.
+
+    Arguments:
+        name: its name.
+        kernels: of the device on which rows are; None: of the CPU.
 
     Raises:
         ValueError: if there is none.
@@ -40,5 +45,5 @@ def make_codec(name: str) -> Codec:
     if name not in _known:
         raise ValueError(f"codec: unknown {name!r}; available: {', '.join(_known)}")
     module, _, attribute = _known[name].partition(":")
-    codec: Codec = getattr(importlib.import_module(module), attribute)()
+    codec: Codec = getattr(importlib.import_module(module), attribute)(kernels)
     return codec

@@ -13,6 +13,7 @@ from typing import Any, cast
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.experts import ExpertKernels
+from moecomm.kernels.signals import SignalKernels
 
 __all__ = [
     "available_kernels",
@@ -21,6 +22,7 @@ __all__ = [
     "eager_kernels_for",
     "expert_kernels_for",
     "kernels_for",
+    "signal_kernels_for",
 ]
 
 _VARIABLE = "MOECOMM_KERNELS"
@@ -33,6 +35,9 @@ _KNOWN_EAGER = {
     "cpu": ("moecomm.kernels.cpu_eager", "CpuEagerKernels"),
     "reference": ("moecomm.kernels.reference_eager", "ReferenceEagerKernels"),
     "triton": ("moecomm.kernels.triton.eager", "TritonEagerKernels"),
+}
+_KNOWN_SIGNALS = {
+    "triton": ("moecomm.kernels.triton.stream_signals", "TritonSignalKernels"),
 }
 _KNOWN_EXPERTS = {
     "torch": ("moecomm.kernels.torch_experts", "TorchExpertKernels"),
@@ -78,6 +83,11 @@ def expert_kernels_for(name: str) -> ExpertKernels:
         ImportError: a package that it needs is missing.
     """
     return cast(ExpertKernels, _make(name, _KNOWN_EXPERTS))
+
+
+def signal_kernels_for(name: str) -> SignalKernels:
+    """Signals between devices; as `kernels_for`, of which only "triton" has them."""
+    return cast(SignalKernels, _make(name, _KNOWN_SIGNALS))
 
 
 def chosen_kernels(device_type: str) -> RowKernels:

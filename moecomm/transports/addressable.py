@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Sequence
 
 from moecomm import _C
+from moecomm.devices.base import AsynchronousDevice, Device
 from moecomm.groups import Group
 from moecomm.transports.base import Region, Transport, WaitOutcome
 from moecomm.transports.peers import Peer
@@ -42,8 +43,19 @@ class AddressableTransport(Transport):
     def _pids(self) -> list[int]:
         """Per rank the process whose end means that the rank is gone; 0 where it lives in this process."""
 
+    def _map_on(self, device: AsynchronousDevice, nbytes: int) -> list[_C.Mapping]:
+        """`_map`, in memory of my device. Collective."""
+        raise NotImplementedError(f"transport {self.name} carries {self.capabilities.device_types}")
+
     def allocate(self, nbytes: int) -> Region:
-        mappings = self._map(nbytes)
+        return self._keep(self._map(nbytes), nbytes)
+
+    def allocate_on(self, device: Device, nbytes: int) -> Region:
+        if not isinstance(device, AsynchronousDevice):
+            return super().allocate_on(device, nbytes)
+        return self._keep(self._map_on(device, nbytes), nbytes)
+
+    def _keep(self, mappings: list[_C.Mapping], nbytes: int) -> Region:
         self._regions.append(mappings)
         self._addresses.append([mapping.address for mapping in mappings])
         return Region(len(self._regions) - 1, nbytes, mappings[self.rank].address)

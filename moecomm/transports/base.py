@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from moecomm import _C
+from moecomm.devices.base import Device
 from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group
 from moecomm.transports.peers import Peer
@@ -30,7 +31,7 @@ class Capabilities:
     """What a transport can do.
 
     Attributes:
-        device_types: torch device types whose memory it carries.
+        device_types: kinds of devices whose memory it carries.
         addressable: a peer's region can be read and written through a pointer.
         crosses_hosts: reaches processes of other hosts.
         stream_ordered: works in the order of a device stream.
@@ -101,6 +102,15 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def allocate(self, nbytes: int) -> Region:
         """Makes a symmetric region of `nbytes` zero bytes per rank; pages exist once touched. Collective."""
+
+    def allocate_on(self, device: Device, nbytes: int) -> Region:
+        """`allocate`, in memory of my device, where there is no more than `nbytes` and all exists at once. Collective.
+
+        Raises:
+            TransportUnavailable: on all ranks, if one cannot have the memory.
+        """
+        assert device.is_host, f"transport {self.name} carries {self.capabilities.device_types}"
+        return self.allocate(nbytes)
 
     @abc.abstractmethod
     def peer(self, region: Region, rank: int) -> int | None:

@@ -1,13 +1,15 @@
-"""Transport `local`: the ranks are threads of one process (or there is one rank). Plain memory."""
+"""Transport `local`: the ranks are threads of one process (or there is one rank). Plain memory, or that of one GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from moecomm import _C
+from moecomm.devices.base import AsynchronousDevice
 from moecomm.groups import Group, LocalGroup
 from moecomm.transports.addressable import AddressableTransport
 from moecomm.transports.base import Capabilities, WaitOutcome
+from moecomm.transports.device_memory import map_within_process
 from moecomm.transports.peers import Peer
 
 __all__ = ["LocalTransport"]
@@ -17,7 +19,7 @@ class LocalTransport(AddressableTransport):
     """Ranks of one process, as threads, stepped one at a time, or a single rank."""
 
     name = "local"
-    capabilities = Capabilities(device_types=("cpu",), addressable=True)
+    capabilities = Capabilities(device_types=("cpu", "cuda"), addressable=True, stream_ordered=True)
 
     def __init__(self, group: Group, peers: Sequence[Peer], num_slots: int) -> None:
         super().__init__(group, peers, num_slots)
@@ -30,16 +32,19 @@ class LocalTransport(AddressableTransport):
 
     @classmethod
     def probe(cls, me: Peer, peers: Sequence[Peer]) -> list[str | None]:
-        return [
-            None
-            if peer.process == me.process and peer.in_process
-            else f"rank {peer.rank} (pid {peer.pid} on {peer.hostname}) is a process, not a thread of a LocalHub."
-            for peer in peers
-        ]
+        return [cls._refusal(me, peer) for peer in peers]
+
+    @staticmethod
+    def _refusal(me: Peer, peer: Peer) -> str | None:
+        if peer.process != me.process or not peer.in_process:
+            return f"rank {peer.rank} (pid {peer.pid} on {peer.hostname}) is a process, not a thread of a LocalHub."
+        if peer.device.name != me.device.name:
+            return f"rank {peer.rank} uses the GPU {peer.device.name}, rank {me.rank} {me.device.name}."
+        return None
 
     @classmethod
     def remedy(cls) -> str:
-        return "Use a moecomm.LocalHub's groups, one per thread, or another transport."
+        return "Use a moecomm.LocalHub's groups, one per thread (on CUDA: all on one GPU), or another transport."
 
     def close(self) -> None:
         super().close()
@@ -58,6 +63,9 @@ class LocalTransport(AddressableTransport):
         if len(mappings) < len(offers):
             raise self.no_memory(next(offer for offer in offers if isinstance(offer, str)))
         return mappings
+
+    def _map_on(self, device: AsynchronousDevice, nbytes: int) -> list[_C.Mapping]:
+        return map_within_process(self, device, nbytes)
 
     def _pids(self) -> list[int]:
         return [0] * self.num_ranks

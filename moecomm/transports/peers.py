@@ -9,6 +9,7 @@ import threading
 import uuid
 from pathlib import Path
 
+from moecomm.devices.base import DeviceIdentity
 from moecomm.groups import Group, LocalGroup, SoloGroup
 
 __all__ = ["Peer", "gather_peers", "my_identity"]
@@ -16,6 +17,7 @@ __all__ = ["Peer", "gather_peers", "my_identity"]
 _PROCESS_TOKEN = uuid.uuid4().hex
 _token_lock = threading.Lock()
 _token_pid = os.getpid()
+_CPU = DeviceIdentity()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +33,11 @@ class Peer:
         pid_namespace: process ids mean the same within one.
         uid: user id.
         hostname: for messages.
-        device_type: torch device type of the tensors it will pass.
+        device_type: kind of device of the tensors it will pass.
         in_process: the group consists of threads of one process.
         ucx_problem: the sentence why UCX cannot be used in this process; empty if it can, or if nobody has looked
             because the ranks share a host.
+        device: which device it is, and what that reaches.
     """
 
     rank: int
@@ -47,6 +50,7 @@ class Peer:
     device_type: str
     in_process: bool
     ucx_problem: str = ""
+    device: DeviceIdentity = _CPU
 
 
 def _process_token() -> str:
@@ -65,7 +69,7 @@ def _read(path: str) -> str:
         return ""
 
 
-def my_identity(group: Group, device_type: str = "cpu") -> Peer:
+def my_identity(group: Group, device_type: str = "cpu", device: DeviceIdentity = _CPU) -> Peer:
     """This process as a member of `group`."""
     try:
         pid_namespace = os.readlink("/proc/self/ns/pid")
@@ -81,14 +85,15 @@ def my_identity(group: Group, device_type: str = "cpu") -> Peer:
         hostname=socket.gethostname(),
         device_type=device_type,
         in_process=isinstance(group, (LocalGroup, SoloGroup)),
+        device=device,
     )
 
 
-def gather_peers(group: Group, device_type: str = "cpu") -> list[Peer]:
+def gather_peers(group: Group, device_type: str = "cpu", device: DeviceIdentity = _CPU) -> list[Peer]:
     """Every rank's identity, by rank. Collective."""
-    me = my_identity(group, device_type)
+    me = my_identity(group, device_type, device)
     peers: list[Peer] = group.all_gather(me)
-    if len({(peer.host, peer.pid_namespace, peer.uid) for peer in peers}) > 1:
+    if device_type == "cpu" and len({(peer.host, peer.pid_namespace, peer.uid) for peer in peers}) > 1:
         # All must know who has UCX, to choose alike. Where shared memory reaches, it is not even loaded.
         from moecomm.transports.ucx_library import find_library
 

@@ -19,6 +19,7 @@ _log = logging.getLogger("moecomm.transports")
 _known: dict[str, str] = {
     "local": "moecomm.transports.local:LocalTransport",
     "shm": "moecomm.transports.shm:ShmTransport",
+    "nvlink": "moecomm.transports.nvlink:NvlinkTransport",
     "shm+ucx": "moecomm.transports.composed:ComposedTransport",
     "ucx": "moecomm.transports.ucx:UcxTransport",
 }
@@ -72,6 +73,9 @@ def transport_class(name: str) -> type[Transport]:
 
 def refusal(transport: type[Transport], me: Peer, peers: Sequence[Peer]) -> str | None:
     """Why `transport` does not reach all peers, or None if it does."""
+    kinds = transport.capabilities.device_types
+    if me.device_type not in kinds:
+        return f"it carries {' and '.join(kinds)} tensors, not {me.device_type} ones."
     return next((reason for reason in transport.probe(me, peers) if reason is not None), None)
 
 
@@ -87,6 +91,8 @@ def choose(name: str, me: Peer, peers: Sequence[Peer]) -> Choice:
     refusals: dict[str, str] = {}
     for candidate in transport_names() if name == "auto" else [name]:
         transport = transport_class(candidate)
+        if name == "auto" and me.device_type not in transport.capabilities.device_types:
+            continue
         reason = refusal(transport, me, peers)
         if reason is None:
             return Choice(transport, refusals)

@@ -7,14 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moecomm.kernels.summary import NOWHERE, finished_fingerprint
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.runtime import launch, num_blocks
 
-__all__ = ["checked_fingerprint", "compile_cases"]
+__all__ = ["checked_fingerprint", "compile_cases", "summarize_ids"]
 
 _IDS = 128
-_NOWHERE = (1 << 63) - 1
-_MASK = (1 << 64) - 1
 
 
 @triton.jit
@@ -55,26 +54,31 @@ def checked_fingerprint(ids: Tensor, expert_rank: Tensor, num_ranks: int) -> int
     num_experts = expert_rank.numel()
     sums = torch.empty(num_blocks(ids.numel(), _IDS) + 1, 2, dtype=torch.int64, device=ids.device)
     launch(fingerprint_kernel, sums.shape[0] - 1, ids.device, ids, ids.numel(), num_experts, sums, IDS=_IDS)
-    sums[-1, 0], sums[-1, 1] = 0, _NOWHERE
+    sums[-1, 0], sums[-1, 1] = 0, NOWHERE
     is_rank = (expert_rank >= 0) & (expert_rank < num_ranks)
     total, first_bad, is_fine = torch.stack((sums[:, 0].sum(), sums[:, 1].min(), is_rank.all().long())).tolist()
     if not is_fine:
         expert, rank = next((e, r) for e, r in enumerate(expert_rank.tolist()) if not 0 <= r < num_ranks)
         raise ValueError(f"expert_rank[{expert}] = {rank} is not a rank: valid ranks are 0 to {num_ranks - 1}")
-    if first_bad != _NOWHERE:
+    if first_bad != NOWHERE:
         t, k = divmod(first_bad, num_topk)
         raise ValueError(
             f"topk_idx[{t}, {k}] = {int(ids[t, k])} is not an expert: valid ids are 0 to {num_experts - 1}, "
             "or -1 for no expert"
         )
-    return _mix(total & _MASK, _mix(num_tokens, num_topk)) >> 1
+    return finished_fingerprint(total, num_tokens, num_topk)
 
 
-def _mix(value: int, position: int) -> int:
-    x = (value + 0x9E3779B97F4A7C15) * (2 * position + 0xBF58476D1CE4E5B9) & _MASK
-    x ^= x >> 32
-    x = x * 0x94D049BB133111EB & _MASK
-    return x ^ (x >> 29)
+def summarize_ids(ids: Tensor, num_experts: int, head: Tensor) -> None:
+    """Fills the head of a summary, see `moecomm.kernels.summary`, for contiguous `[T, K]` ids; nobody waits."""
+    sums = torch.empty(num_blocks(ids.numel(), _IDS) + 1, 2, dtype=torch.int64, device=ids.device)
+    launch(fingerprint_kernel, sums.shape[0] - 1, ids.device, ids, ids.numel(), num_experts, sums, IDS=_IDS)
+    sums[-1, 0], sums[-1, 1] = 0, NOWHERE
+    torch.sum(sums[:, 0], dim=0, out=head[0])
+    torch.amin(sums[:, 1], dim=0, out=head[1])
+    if ids.numel():
+        position = head[1:2].clamp(max=ids.numel() - 1)
+        head[2:3].copy_(ids.view(-1).gather(0, position))
 
 
 def compile_cases() -> list[CompileCase]:

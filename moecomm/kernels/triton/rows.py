@@ -17,9 +17,10 @@ from moecomm.kernels.checks import (
     format_number,
     value_bytes,
 )
+from moecomm.kernels.summary import HEAD
 from moecomm.kernels.triton import combine, flat, gradients, plans, push, values
 from moecomm.kernels.triton.counts import count_by_expert, count_by_rank
-from moecomm.kernels.triton.fingerprint import checked_fingerprint
+from moecomm.kernels.triton.fingerprint import checked_fingerprint, summarize_ids
 from moecomm.kernels.triton.runtime import Addresses, check_device
 
 __all__ = ["TritonRowKernels"]
@@ -43,6 +44,17 @@ class TritonRowKernels:
         count_by_expert(ids, num_experts, counts[:num_experts])
         count_by_rank(ids, expert_rank, num_ranks, counts[num_experts:])
         return checked_fingerprint(ids, expert_rank, num_ranks)
+
+    def summarize_routes(self, topk_idx: Tensor, expert_rank: Tensor, num_ranks: int, summary: Tensor) -> None:
+        device = check_device("topk_idx", topk_idx)
+        ids = check_ids("topk_idx", topk_idx, device)
+        num_experts = expert_rank.numel()
+        check_tensor("expert_rank", expert_rank, torch.int32, (num_experts,), device)
+        check_tensor("summary", summary, torch.int64, (HEAD + num_experts + num_ranks,), device)
+        behind = HEAD + num_experts
+        summary[HEAD:behind].copy_(count_by_expert(ids, num_experts).totals)
+        summary[behind:].copy_(count_by_rank(ids, expert_rank, num_ranks).totals)
+        summarize_ids(ids, num_experts, summary[:HEAD])
 
     def plan_expert_major(self, topk_idx: Tensor, expert_rank: Tensor, bases: Tensor) -> Tensor:
         device = check_device("topk_idx", topk_idx)

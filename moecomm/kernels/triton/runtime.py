@@ -81,10 +81,16 @@ def table_of(addresses: Addresses, routes: Tensor, row_bytes: int) -> tuple[Tens
             known = alignment_of(*table.tolist())
     else:
         known = alignment_of(*addresses)
-        table = torch.tensor(addresses, dtype=torch.int64, device=routes.device)
+        table = _upload(addresses, routes.device)
     if routes.is_cpu and row_bytes:
         _check_ranks(table, routes)
     return table, known
+
+
+def _upload(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """`[n]` int64 on the device; the host does not wait, as it would for memory that is not pinned."""
+    table = torch.tensor(numbers, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _check_ranks(table: Tensor, routes: Tensor) -> None:

@@ -1,0 +1,92 @@
+"""The sequencer where devices do the work later than it is given.
+
+The host's counters say that a rank has given its device the work of a step. Beside each of them stands one of the
+device's, on the same lane, which says that the work is done; so a phase that follows what others' devices do comes
+after it on this rank's device, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call
+from moecomm.algorithms.mailbox import Mailbox
+from moecomm.algorithms.sequencer import Sequencer
+from moecomm.devices.base import Device
+from moecomm.devices.queue import OrderedQueue, Queue
+from moecomm.errors import TransportError
+from moecomm.transports.base import Transport
+
+__all__ = ["DeviceSequencer", "make_queue", "make_sequencer"]
+
+
+class DeviceSequencer(Sequencer):
+    """The calls of one communicator on one rank, and their order on its device.
+
+    Arguments:
+        queue: the device's work.
+        transport, mailbox, max_in_flight, timeout: as in `Sequencer`.
+    """
+
+    def __init__(
+        self, queue: OrderedQueue, transport: Transport, mailbox: Mailbox, max_in_flight: int, timeout: float
+    ) -> None:
+        super().__init__(transport, mailbox, max_in_flight, timeout)
+        self._queue = queue
+
+    def begin(self, call: Call) -> Call:
+        try:
+            self._queue.begin(call, call.job.prepare)
+        except TransportError as error:
+            self.refuse(call.operation, error)
+            raise
+        return super().begin(call)
+
+    def finish(self, call: Call) -> Any:
+        result = super().finish(call)
+        self._queue.hand_over(call)
+        return result
+
+    def advance(self, lane: int, call: Call) -> int:
+        # First the device: whoever sees the host's counter may wait for the device's.
+        if any(phase.lane == lane and phase.orders_device for phase in call.phases):
+            self._queue.signal_all(lane, call.sequence)
+        return super().advance(lane, call)
+
+    def _await(self, call: Call, lane: int, at_least: int) -> None:
+        super()._await(call, lane, at_least)
+        if call.next_phase.lane == lane and call.next_phase.orders_device:
+            self._queue.wait(lane, call.sequence)
+
+    def _settle(self, call: Call) -> None:
+        self._queue.settle(call)
+        super()._settle(call)
+
+    def _catch_up(self) -> None:
+        if self._sent[LANE_DONE] < self._owed:
+            through = self._outstanding[0].sequence if self._outstanding else self._next_sequence
+            for lane in (LANE_BEGUN, LANE_GRANTED, LANE_DONE):
+                self._queue.signal_all(lane, through - 1)
+        super()._catch_up()
+
+    def _is_through(self, rank: int, sequence: int) -> bool:
+        return super()._is_through(rank, sequence) and self._queue.is_done(rank, LANE_DONE, sequence)
+
+
+def make_queue(transport: Transport, device: Device, timeout: float) -> Queue:
+    """The queue of a rank, with boards that all ranks' devices can address. Collective."""
+    boards: list[int] = []
+    nbytes = device.board_bytes(transport.num_ranks)
+    if nbytes:
+        region = transport.allocate_on(device, nbytes)
+        boards = [transport.peer(region, rank) or 0 for rank in range(transport.num_ranks)]
+    return device.make_queue(boards, transport.rank, timeout, transport.gone)
+
+
+def make_sequencer(
+    queue: Queue, transport: Transport, mailbox: Mailbox, max_in_flight: int, timeout: float
+) -> Sequencer:
+    """The sequencer that goes with a queue."""
+    if isinstance(queue, OrderedQueue):
+        return DeviceSequencer(queue, transport, mailbox, max_in_flight, timeout)
+    return Sequencer(transport, mailbox, max_in_flight, timeout)

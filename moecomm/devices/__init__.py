@@ -1,0 +1,1 @@
+"""Devices: where tensors live, and in which order work on them is done."""

@@ -1,0 +1,173 @@
+"""What goes wrong on a device that does its work late: ranks stay in step, tensors live long enough, waits end."""
+
+import gc
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+from late_device import LateDevice, LateEvent, LateStream, PromptStream
+from late_ranks import SIZES
+
+from moecomm import Communicator, MemoryLimitExceeded, PeerFailed, PeerLost, PeerTimeout
+from moecomm.algorithms.calls import LANE_DONE
+from moecomm.devices.device_queue import DeviceQueue
+from moecomm.testing import launch, uniform
+
+
+def rows_of(rank, num_tokens=4):
+    return torch.full((num_tokens, 24), float(rank + 1)), uniform(num_tokens, 6, 3, seed=rank)
+
+
+def check_pair(comm):
+    """A dispatch and a combine that bring back three times what was sent."""
+    x, ids = rows_of(comm.rank)
+    received = comm.dispatch(x, ids)
+    home = comm.combine(received.x, received.handle)
+    comm._exchanger.session.device.current_stream().synchronize()
+    assert torch.equal(home, 3 * x)
+
+
+def refuse_and_go_on(group):
+    device = LateDevice(1e-3 * group.rank)
+    with Communicator(group, **SIZES, transport="local", device=device, memory_limit=1 << 14) as comm:
+        check_pair(comm)
+        x, ids = rows_of(comm.rank)
+        if comm.rank == 1:
+            ids[2, 1] = 6
+        with pytest.raises((ValueError, PeerFailed), match=r"topk_idx\[2, 1\] = 6 is not an expert"):
+            comm.dispatch(x, ids)
+        check_pair(comm)
+        with pytest.raises(MemoryLimitExceeded, match="memory_limit of 16384 bytes"):
+            comm.dispatch(*rows_of(comm.rank, 200))
+        check_pair(comm)
+        received = comm.dispatch(x, ids.clamp(max=5))
+        too_many = received.x.new_zeros(received.x.shape[0] + comm.rank, 24)
+        with pytest.raises((ValueError, PeerFailed), match="rows, the dispatch of this handle brought"):
+            comm.combine(too_many, received.handle)
+        del received
+        for _ in range(3):
+            check_pair(comm)
+        assert comm.trim() == 0  # nothing is given back of a device's memory
+        assert comm.stats["receive_bytes_alive"] == 0
+    device.end()
+
+
+def test_refused_calls_leave_the_devices_in_step():
+    launch(refuse_and_go_on, 2, timeout=60)
+
+
+class Silent(DeviceQueue):
+    """Does its work; from call 2 on rank 1 tells nobody but itself."""
+
+    def signal_all(self, lane, sequence):
+        if self._rank == 1 and sequence == 2 and lane == LANE_DONE:
+            self._boards = self._boards * torch.tensor([0, 1])
+        super().signal_all(lane, sequence)
+
+
+def wait_in_vain(group):
+    device = LateDevice(queue_class=Silent)
+    options = SIZES | {"timeout": timedelta(seconds=1)}
+    with Communicator(group, **options, transport="local", device=device) as comm:
+        check_pair(comm)
+        x, ids = rows_of(comm.rank)
+        with pytest.raises((PeerTimeout, PeerFailed), match=r"the device of rank 1: counter at 2, expected [34]"):
+            [comm.dispatch(x, ids) for _ in range(3)]
+        with pytest.raises((PeerTimeout, PeerFailed)):
+            comm.dispatch(x, ids)
+
+
+def test_a_device_that_is_stuck_ends_the_waits():
+    launch(wait_in_vain, 2, timeout=40)
+
+
+def leave_early(group):
+    """Rank 1 goes before its device has done its part: as if its process had ended."""
+    device = LateDevice(queue_class=Silent)
+    with (
+        device.using(LateStream(device.failures)),
+        Communicator(group, **SIZES, transport="local", device=device) as comm,
+    ):
+        check_pair(comm)
+        x, ids = rows_of(comm.rank)
+        comm.dispatch(x, ids)  # rank 0's device waits; its host has been told all, and goes on
+        if comm.rank == 0:
+            with pytest.raises(PeerLost, match=r"waited for work of ranks 1"):
+                comm.dispatch(x, ids)
+
+
+def test_waits_for_a_rank_that_has_gone_end_soon():
+    launch(leave_early, 2, timeout=15)
+
+
+class HoldingStream(PromptStream):
+    """Launches at once, as CUDA does; what it is to be done with is held back."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        event = LateEvent()
+        if self.device.holds:
+            self.device.held.append(event)
+        else:
+            event.flag.set()
+        return event
+
+    def wait(self, event):
+        """All this is about what lives, not about the order."""
+
+    def is_same(self, other):
+        return self is other
+
+
+class HoldingDevice(LateDevice):
+    def __init__(self):
+        super().__init__()
+        self.holds, self.held = False, []
+
+    def new_stream(self, delay=None):
+        return HoldingStream(self)
+
+    def release(self):
+        self.holds = False
+        for event in self.held:
+            event.flag.set()
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_tensors_live_until_the_work_is_done(is_waited_for):
+    device = HoldingDevice()
+    with device.using(HoldingStream(device)), Communicator(None, **SIZES, device=device) as comm:
+        x, ids = rows_of(0)
+        received = comm.dispatch(x, ids)
+        y = torch.ones(12, 24)
+        lives = weakref.ref(y)
+        device.holds = True
+        work = comm.combine_async(y, received.handle)
+        del y
+        while not work.done():
+            work.step()
+        result = work.wait() if is_waited_for else None
+        written = weakref.ref(work._call.result.x)
+        del work, result
+        gc.collect()
+        # Nobody has waited, so only the communicator knows that memory is still in use. Who has waited goes on behind
+        # the work, and there torch's own rules hold.
+        assert (lives() is None) == (written() is None) == is_waited_for
+        device.release()
+        comm.combine(received.x, received.handle)
+        gc.collect()
+        assert lives() is None
+        assert written() is None
+
+
+def test_tensors_of_another_device_are_refused():
+    with Communicator(None, **SIZES, device=LateDevice()) as comm:
+        x, ids = rows_of(0)
+        with pytest.raises(TypeError, match="x is on meta, this communicator carries tensors on cpu"):
+            comm.dispatch(x.to("meta"), ids)
+        with pytest.raises(TypeError, match=r"topk_idx is on meta.*device='meta'"):
+            comm.dispatch(x, ids.to("meta"))
+        check_pair(comm)
