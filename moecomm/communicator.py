@@ -25,13 +25,12 @@ from moecomm.codecs.registry import make_codec
 from moecomm.devices.base import Device
 from moecomm.devices.registry import find_device
 from moecomm.exchanger import Exchanger
-from moecomm.explanation import explain
 from moecomm.gradients import is_recording, is_traced, record_combine, record_dispatch
 from moecomm.groups import as_group
 from moecomm.handle import Handle, Received, received_of, rows_of
 from moecomm.placement import Placement
+from moecomm.status import Status
 from moecomm.topology import Topology
-from moecomm.waiting_times import WaitingTimes
 from moecomm.work import Work
 
 __all__ = ["Communicator"]
@@ -42,7 +41,7 @@ _log = logging.getLogger("moecomm.communicator")
 _DEFAULT_LAYOUT: dict[str, Layout] = {"throughput": "expert_major", "low_latency": "slab"}
 
 
-class Communicator:
+class Communicator(Status):
     """Dispatch and combine between the ranks of one expert-parallel group. Construction and calls are collective.
 
     Arguments:
@@ -183,24 +182,6 @@ class Communicator:
     def num_local_experts(self) -> int:
         """E_local: experts that live here."""
         return len(self.local_experts)
-
-    @property
-    def stats(self) -> dict[str, int]:
-        """Counters: `calls` and `announcements` (exchanges of counts) so far; receive memory alive, at its peak, ever
-        touched; `fixed_blocks_alive` (results and outputs of low-latency calls); `copies` (tensors that combines had to
-        copy to where peers can read them); `bytes_between_hosts` (payload put to ranks of other domains) and
-        `bytes_forwarded` (passed on inside this rank's domain)."""
-        return self._exchanger.session.statistics()
-
-    @property
-    def tokens_per_expert(self) -> torch.Tensor:
-        """`[E_local]` int64: routes that arrived for each local expert, over all dispatches so far; kept up to date."""
-        return self._exchanger.session.tokens_per_expert
-
-    @property
-    def waiting_times(self) -> WaitingTimes:
-        """How long this rank has waited for each rank, to find slow ones."""
-        return WaitingTimes(*map(torch.tensor, self._exchanger.session.waiting_times()))
 
     def dispatch(
         self,
@@ -357,11 +338,6 @@ class Communicator:
         """
         rows = self._exchanger.combine_buffer(handle, dtype)
         return rows.view(-1, handle.capacity, self.hidden) if handle.layout == "slab" else rows
-
-    def explain(self) -> str:
-        """What was chosen and why: transport, topology, algorithm of each mode and, between domains, which way the last
-        dispatch and combine went, with the bytes that this and the other way put on the link. Not collective."""
-        return explain(self._exchanger.session, self.transport_name, self.rank)
 
     def trim(self) -> int:
         """Gives receive memory that is not in use back to the system; returns the bytes. Not collective."""

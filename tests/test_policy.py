@@ -19,7 +19,7 @@ LAYERS = [
     {"transports"},
     {"codecs"},
     {"algorithms"},
-    {"checks", "exchanger", "explanation", "handle", "recompute", "waiting_times", "work"},
+    {"checks", "exchanger", "explanation", "handle", "recompute", "status", "work"},
     {"gradients"},
     {"functional"},
     {"communicator"},

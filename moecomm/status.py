@@ -1,0 +1,55 @@
+"""What a communicator says of itself."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from moecomm.exchanger import Exchanger
+from moecomm.explanation import explain
+
+__all__ = ["Status", "WaitingTimes"]
+
+
+class WaitingTimes(NamedTuple):
+    """Seconds that one rank's waits have lasted, by the rank waited for.
+
+    Attributes:
+        total: `[R]` float32: over all waits.
+        longest: `[R]` float32: in one wait.
+    """
+
+    total: torch.Tensor
+    longest: torch.Tensor
+
+
+class Status:
+    """What a communicator says of itself; not collective."""
+
+    rank: int
+    transport_name: str
+    _exchanger: Exchanger
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counters: `calls` and `announcements` (exchanges of counts) so far; receive memory alive, at its peak, ever
+        touched; `fixed_blocks_alive` (results and outputs of low-latency calls); `copies` (tensors that combines had to
+        copy to where peers can read them); `bytes_between_hosts` (payload put to ranks of other domains) and
+        `bytes_forwarded` (passed on inside this rank's domain)."""
+        return self._exchanger.session.statistics()
+
+    @property
+    def tokens_per_expert(self) -> torch.Tensor:
+        """`[E_local]` int64: routes that arrived for each local expert, over all dispatches so far; kept up to date."""
+        return self._exchanger.session.tokens_per_expert
+
+    @property
+    def waiting_times(self) -> WaitingTimes:
+        """How long this rank has waited for each rank, to find slow ones."""
+        return WaitingTimes(*map(torch.tensor, self._exchanger.session.waiting_times()))
+
+    def explain(self) -> str:
+        """What was chosen and why: transport, topology, algorithm of each mode and, between domains, which way the last
+        dispatch and combine went, with the bytes that this and the other way put on the link. Not collective."""
+        return explain(self._exchanger.session, self.transport_name, self.rank)
