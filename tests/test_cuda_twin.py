@@ -3,55 +3,21 @@
 The engine completes copies as late as it may (tests/cuda/emulation). Kernels that wait for too little are caught.
 """
 
-import ctypes
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
+from bulk_twin import COMPILER, ROOT, build, push
 from kernel_cases import assert_same_bits, expert_ranks, fresh_memory, ids_of, plans
 
 from moecomm.kernels import kernels_for
 from moecomm.kernels.base import make_route
-from moecomm.kernels.cuda.push_bulk import choose_launch, kernel_arguments
+from moecomm.kernels.cuda.push_bulk import choose_launch
 
-ROOT = Path(__file__).parents[1]
-COMPILER = shutil.which("g++") or shutil.which("c++")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
-
-
-def build(folder, source=None):
-    """The twin as a loaded library; of another text of push_bulk.cu, if there is one."""
-    includes = [ROOT / "tests/cuda/emulation", ROOT / "csrc/cuda"]
-    if source is not None:
-        (folder / "push_bulk.cu").write_text(source, encoding="utf-8")
-        includes.insert(0, folder)
-    library = folder / "twin.so"
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    command = [COMPILER, *flags, *(f"-I{path}" for path in includes), str(ROOT / "tests/cuda/push_bulk_twin.cc")]
-    done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
 
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
     return build(tmp_path_factory.mktemp("twin"))
-
-
-def push(library, rows, routes, addresses, *, num_blocks=2, piece_bytes=None, seed=0):
-    """As push_rows; gives what the emulation objects to."""
-    num_tokens, row_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
-    chosen = choose_launch(num_tokens, row_bytes, 132)
-    piece_bytes = piece_bytes or chosen.piece_bytes
-    shared_bytes = chosen.shared_bytes - 4 * (chosen.piece_bytes - piece_bytes)
-    table = torch.tensor(addresses, dtype=torch.int64)
-    numbers = kernel_arguments(rows, routes, table, piece_bytes)
-    failure = ctypes.create_string_buffer(256)
-    head = [ctypes.c_uint(num_blocks), ctypes.c_int64(shared_bytes), ctypes.c_uint(seed), failure, ctypes.c_size_t(256)]
-    library.run_push_bulk(*head, *map(ctypes.c_int64, numbers))
-    return failure.value.decode()
 
 
 def pushed(library, rows, plan, columns, *, offset=0, **rest):
@@ -160,6 +126,19 @@ def test_no_routes_write_nothing(twin):
     assert push(twin, rows_of(6, 64, torch.float32), routes, [0]) == ""
 
 
+@pytest.mark.parametrize("columns", [64, 7])
+@pytest.mark.parametrize("failed", [0, 3])
+def test_after_a_failed_wait_nothing_is_written(twin, columns, failed):
+    plan = plan_of(9, 3)
+    rows = rows_of(9, columns, torch.bfloat16)
+    status = torch.tensor([failed, 5, 6, 7, 8])
+    got, want = (fresh_memory(plan.num_rows, columns, rows.dtype) for _ in range(2))
+    if not failed:
+        kernels_for("reference").push_rows(rows, plan.routes, want.addresses)
+    assert push(twin, rows, plan.routes, got.addresses, status=status) == ""
+    assert_same_bits(got.bytes, want.bytes)
+
+
 BROKEN = {
     "ends before its stores are written": ("    bulk_wait();\n", ""),
     "uses a stage again before it was read": ("bulk_wait_read<kBehind>();", ""),
@@ -170,6 +149,7 @@ BROKEN = {
     "does not tell the engine of its arrivals": ("        arrivals_ready();\n", ""),
     "loads too far ahead": ("kAhead = kStages - kBehind", "kAhead = kStages"),
     "stores past the end of a row": ("bulk_store(to, buffer, piece.bytes)", "bulk_store(to, buffer, piece.bytes + 16)"),
+    "pushes after a failed wait": ("status[kFailed] != 0", "status[kFailed] < 0"),
     "forgets the last slot": ("p < num_slots; p += kWarp", "p < num_slots - 1; p += kWarp"),
 }
 
@@ -184,6 +164,11 @@ def test_a_kernel_that_is_broken_is_caught(tmp_path, name):
     rows = rows_of(60, 48, torch.float32)
     want = fresh_memory(plan.num_rows, 48, rows.dtype)
     kernels_for("reference").push_rows(rows, plan.routes, want.addresses)
+    if name == "pushes after a failed wait":
+        untouched = fresh_memory(plan.num_rows, 48, rows.dtype)
+        push(library, rows, plan.routes, untouched.addresses, piece_bytes=64, status=torch.tensor([1]))
+        assert (untouched.bytes == want.bytes).all(), "the same program without the look at the status"
+        return
     for seed in range(5):
         memory = fresh_memory(plan.num_rows, 48, rows.dtype)
         failure = push(library, rows, plan.routes, memory.addresses, piece_bytes=64, seed=seed)

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moecomm.kernels.choices import Choices
+from moecomm.kernels.experts import ExpertRows
 from moecomm.nn import backends
 
 
@@ -55,7 +56,8 @@ def choose(requested="auto", *, num_rows=100, trains=False, device="cuda"):
         offsets = torch.empty(4, dtype=torch.int32, device=device)
         gate_up_proj = torch.empty(4, 32, 64, dtype=torch.bfloat16, device=device)
         down_proj = torch.empty(4, 64, 16, dtype=torch.bfloat16, device=device)
-        return backends.choose_backend(requested, x, offsets, gate_up_proj, down_proj=down_proj, trains=trains)
+        rows = ExpertRows(num_rows, offsets)
+        return backends.choose_backend(requested, x, rows, gate_up_proj, down_proj=down_proj, trains=trains)
 
 
 def test_the_faster_one_is_taken_measured_once_per_family_and_named(gpu, caplog):
@@ -64,7 +66,7 @@ def test_the_faster_one_is_taken_measured_once_per_family_and_named(gpu, caplog)
     assert choose(num_rows=128) == "triton"  # 100 and 128 rows of 4 experts are one family
     assert gpu.timed == [("triton", False), ("torch", False)]
     assert [record.getMessage() for record in caplog.records] == [
-        "experts of 32 rows each, weights [4, 32, 64]: triton (measured)"
+        "experts of 32 rows each (expert_major), weights [4, 32, 64]: triton (measured)"
     ]
     gpu.times["torch"] = 0.5
     assert choose(num_rows=129) == "torch"

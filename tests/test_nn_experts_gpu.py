@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from moecomm.kernels.experts import ExpertRows
 from moecomm.kernels.registry import expert_kernels_for
 from moecomm.nn import GroupedExperts
 from moecomm.nn.backends import choose_backend
@@ -72,6 +73,6 @@ def test_a_captured_call_reads_new_offsets():
 def test_auto_keeps_its_choice(tmp_path):
     tensors = [torch.randn(shape, device="cuda").bfloat16() for shape in ((96, 320), (3, 128, 320), (3, 320, 64))]
     offsets = torch.tensor([30, 60, 96], device="cuda")
-    chosen = choose_backend("auto", tensors[0], offsets, tensors[1], down_proj=tensors[2], trains=True)
+    chosen = choose_backend("auto", tensors[0], ExpertRows(96, offsets), tensors[1], down_proj=tensors[2], trains=True)
     assert chosen in ("torch", "triton")
     assert any('"experts"' in path.read_text().replace("\\", "") for path in tmp_path.rglob("*.json"))

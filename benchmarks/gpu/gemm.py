@@ -26,6 +26,7 @@ from report import compared, unmeasured
 from sizes import Model, product_flops, row_counts, swiglu_flops, weight_bytes
 from torch import Tensor
 
+from moecomm.kernels.experts import ExpertRows
 from moecomm.kernels.torch_experts import TorchExpertKernels
 from moecomm.kernels.triton.grouped_gemm import grouped_gemm, grouped_gemm_weight_gradient
 from moecomm.kernels.triton.grouped_swiglu import TritonExpertKernels
@@ -112,7 +113,7 @@ def _products(operands: Operands, *, has_backward: bool) -> list[_Product]:
     ours, torchs = TritonExpertKernels(), TorchExpertKernels()
 
     def outputs(kernels: TritonExpertKernels | TorchExpertKernels) -> Tensor:
-        return kernels.outputs(x, ends, gate_up, down, out=None, keeps_hidden=False)[0]
+        return kernels.outputs(x, ExpertRows(num_rows, ends), gate_up, down, out=None, keeps_hidden=False)[0]
 
     products = [
         _Product(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moecomm.kernels.base import ROW_BITS
 from moecomm.kernels.cuda.push_bulk import push_rows_in_bulk
+from moecomm.kernels.triton.push_engines import forced_engine
 from moecomm.kernels.triton.rows import TritonRowKernels
 from moecomm.placement import Placement
 from moecomm.testing import uniform
@@ -127,7 +128,8 @@ def run(context: Context) -> None:
     everyone = range(sizes.num_ranks)
 
     def push(rank: int) -> None:
-        kernels.push_rows(ranks.x[rank], ranks.routes[rank], ranks.addresses)
+        with forced_engine("triton"):
+            kernels.push_rows(ranks.x[rank], ranks.routes[rank], ranks.addresses)
 
     def push_in_bulk(rank: int) -> None:
         push_rows_in_bulk(ranks.x[rank], ranks.routes[rank], ranks.addresses)

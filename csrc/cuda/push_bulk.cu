@@ -8,6 +8,7 @@
 namespace moecomm {
 
 constexpr int kRowBits = 40;  // as in moecomm/kernels/base.py
+constexpr int kFailed = 0;    // as in moecomm/kernels/triton/lanes.py
 constexpr int kStages = 4;
 constexpr int kBehind = 2;
 constexpr int kAhead = kStages - kBehind;
@@ -58,13 +59,16 @@ __device__ void copy_plainly(char* to, const char* from, long long bytes, int fi
 }  // namespace moecomm
 
 // rows: address of row 0; row_stride, row_bytes: in bytes; routes [num_tokens, num_slots], see moecomm/kernels/base.py;
-// addresses: of row 0, by rank; piece_bytes: a multiple of 16. Shared memory: kHeader + kStages * piece_bytes.
+// addresses: of row 0, by rank; piece_bytes: a multiple of 16; status: null, or as in moecomm/kernels/triton/lanes.py:
+// once a wait of an earlier kernel has failed nothing is written. Shared memory: kHeader + kStages * piece_bytes.
 extern "C" __global__ void __launch_bounds__(32)
     push_bulk(const char* rows, long long row_stride, long long num_tokens, long long row_bytes,
-              const long long* routes, long long num_slots, const long long* addresses, long long piece_bytes) {
+              const long long* routes, long long num_slots, const long long* addresses, long long piece_bytes,
+              const long long* status) {
     using namespace moecomm;
     const int lane = threadIdx.x;
     if (blockIdx.x >= num_tokens || row_bytes == 0) return;
+    if (status != nullptr && status[kFailed] != 0) return;
 
     if ((reinterpret_cast<unsigned long long>(rows) | row_stride | row_bytes) % 16 != 0) {
         for (long long t = blockIdx.x; t < num_tokens; t += gridDim.x) {

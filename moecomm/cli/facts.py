@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from moecomm.cli.gpu import gpu_facts, gpu_parts
 from moecomm.version import __version__
 
 __all__ = ["OPTIONAL_PACKAGES", "collect"]
@@ -42,6 +43,7 @@ def collect() -> dict[str, Any]:
         "limits": _limits(),
         "transports": _transports(),
         "environment": _environment(),
+        "gpu": gpu_facts(gpu_parts()),
         "optional": _optional(),
     }
 
@@ -246,4 +248,4 @@ def _optional() -> list[dict[str, Any]]:
             "remedy": "install an MPI: apt install openmpi-bin",
         }
     )
-    return parts
+    return [*parts, *gpu_parts()]

@@ -83,6 +83,9 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     environment = facts["environment"]
     console.pairs(list(environment.items()) or [("MOECOMM_*", "none set")])
 
+    console.heading("GPUs")
+    console.pairs(_gpus(facts["gpu"]))
+
     rows = []
     for part in facts["optional"]:
         missing = part["version"] is None
@@ -104,6 +107,13 @@ def _native(native: dict[str, Any]) -> list[tuple[str, str]]:
         ("native part", f"{native['file']}, {native['compiler'] or 'compiler unknown'}"),
         ("instruction set", chosen),
     ]
+
+
+def _gpus(gpu: dict[str, Any]) -> list[tuple[str, str]]:
+    pairs = [(f"device {n}", f"{one['name']}, capability {one['capability']}") for n, one in enumerate(gpu["devices"])]
+    pairs = pairs or [("devices", "none")]
+    missing = [f"{one['what']}\n  remedy: {one['remedy']}" for one in gpu["missing"]]
+    return [*pairs, ("missing", "\n".join(missing) if missing else "nothing")]
 
 
 def _machine(machine: dict[str, Any]) -> list[tuple[str, str]]:

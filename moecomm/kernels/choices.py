@@ -50,23 +50,41 @@ class Choices:
             candidates: values that JSON gives back equal, at least one; the first is taken if none can be measured.
             measure: the time that a candidate takes, in any unit; infinity = it cannot be used.
         """
+        kept = self.recall(key, candidates)
+        if kept is not None:
+            return kept
+        return self.keep(key, candidates, [measure(candidate) for candidate in candidates])
+
+    def recall(self, key: Mapping[str, Any], candidates: Sequence[Any]) -> Any | None:
+        """The choice as remembered or as on disk; None = nobody has measured it, or it is none of `candidates`."""
         text = json.dumps(key, sort_keys=True)
         if text not in self._known:
-            self._known[text] = self._find(text, candidates, measure)
+            kept = _read(self._path(text), text)
+            if kept is None or kept not in candidates:
+                return None
+            self._known[text] = kept
         return self._known[text]
 
-    def _find(self, text: str, candidates: Sequence[Any], measure: Callable[[Any], float]) -> Any:
-        path = (self._folder or cache_folder()) / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-        kept = _read(path, text)
-        if kept is not None and kept in candidates:
-            return kept
-        times = [measure(candidate) for candidate in candidates]
+    def keep(self, key: Mapping[str, Any], candidates: Sequence[Any], times: Sequence[float]) -> Any:
+        """Remembers the fastest, and writes it to disk; for what is measured elsewhere than in `choose`.
+
+        Arguments:
+            times: one per candidate; if all are infinite the first one is remembered, and nothing written.
+
+        Returns:
+            The fastest candidate.
+        """
+        text = json.dumps(key, sort_keys=True)
         best = min(range(len(candidates)), key=times.__getitem__)
         if math.isinf(times[best]):
-            return candidates[0]
+            return self._known.setdefault(text, candidates[0])
         _log.info("measured %s: %s", text, {str(c): t for c, t in zip(candidates, times, strict=True)})
-        _write(path, {"key": text, "choice": candidates[best], "time": times[best]})
+        _write(self._path(text), {"key": text, "choice": candidates[best], "time": times[best]})
+        self._known[text] = candidates[best]
         return candidates[best]
+
+    def _path(self, text: str) -> Path:
+        return (self._folder or cache_folder()) / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def _read(path: Path, text: str) -> Any:

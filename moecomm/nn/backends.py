@@ -1,6 +1,6 @@
 """Which implementation computes the experts: as asked for, or the faster one as measured.
 
-"loops"    one product per expert, any device and dtype; reads the offsets on the host
+"loops"    one product per expert, any device and dtype; reads offsets and counts on the host
 "torch"    torch.nn.functional.grouped_mm
 "triton"   kernels of our own
 "auto"     "loops" on CPUs. On CUDA "triton" or "torch": both are timed once per family of shapes, the choice is kept
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moecomm.kernels.choices import Choices
+from moecomm.kernels.experts import ExpertRows
 from moecomm.kernels.registry import expert_kernels_for
 
 __all__ = ["BACKENDS", "Backend", "as_backend", "choose_backend"]
@@ -42,13 +43,15 @@ def as_backend(value: str) -> Backend:
 
 
 def choose_backend(
-    requested: str, x: Tensor, offsets: Tensor, gate_up_proj: Tensor, *, down_proj: Tensor, trains: bool
+    requested: str, x: Tensor, rows: ExpertRows, gate_up_proj: Tensor, *, down_proj: Tensor, trains: bool
 ) -> str:
     """The backend for these tensors: "loops", "torch" or "triton".
 
     Arguments:
         requested: one of `BACKENDS`.
-        x, offsets, gate_up_proj, down_proj: as for `grouped_swiglu`.
+        x: `[N, H]`; flat: `[S, H]`.
+        rows: which are whose.
+        gate_up_proj, down_proj: as for `grouped_swiglu`.
         trains: whether gradients will be wanted; they are then part of what is measured.
 
     Raises:
@@ -61,9 +64,11 @@ def choose_backend(
         if refusal is not None:
             raise ValueError(f"backend {requested!r} cannot compute these experts: {refusal}")
         return requested
-    num_rows = -(-x.shape[0] // max(1, gate_up_proj.shape[0]))
+    num_rows = -(-rows.num_rows // max(1, gate_up_proj.shape[0]))
     rows_per_expert = 1 << max(0, num_rows - 1).bit_length()
-    family = (rows_per_expert, *gate_up_proj.shape, x.dtype, gate_up_proj.dtype, down_proj.dtype, trains, x.device)
+    layout = rows.layout if rows.gathered is None else f"flat, {rows.gathered.routes.shape[1]} choices"
+    dtypes = (x.dtype, gate_up_proj.dtype, down_proj.dtype)
+    family = (rows_per_expert, *gate_up_proj.shape, *dtypes, layout, rows.row_weights is not None, trains, x.device)
     known = _chosen.get(family)
     if known is not None:
         return known
@@ -72,7 +77,7 @@ def choose_backend(
     why = {name: refusal for name, refusal in refusals.items() if refusal is not None}
     if len(able) < 2:
         chosen = able[0] if able else "loops"
-    elif x.shape[0] == 0 or gate_up_proj.shape[0] == 0 or torch.cuda.is_current_stream_capturing():
+    elif rows.num_rows == 0 or gate_up_proj.shape[0] == 0 or torch.cuda.is_current_stream_capturing():
         return able[0]
     else:
         key = {
@@ -82,10 +87,12 @@ def choose_backend(
             "versions": {name: expert_kernels_for(name).version for name in able},
         }
         chosen = _choices.choose(
-            key, able, lambda name: _time(name, x, offsets, gate_up_proj, down_proj=down_proj, trains=trains)
+            key, able, lambda name: _time(name, x, rows, gate_up_proj, down_proj=down_proj, trains=trains)
         )
     weights = list(gate_up_proj.shape)
-    _log.info("experts of %s rows each, weights %s: %s (%s)", rows_per_expert, weights, chosen, why or "measured")
+    _log.info(
+        "experts of %s rows each (%s), weights %s: %s (%s)", rows_per_expert, layout, weights, chosen, why or "measured"
+    )
     return _chosen.setdefault(family, chosen)
 
 
@@ -97,16 +104,16 @@ def _refusal(name: str, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> s
 
 
 @torch.no_grad()
-def _time(name: str, x: Tensor, offsets: Tensor, gate_up_proj: Tensor, *, down_proj: Tensor, trains: bool) -> float:
+def _time(name: str, x: Tensor, rows: ExpertRows, gate_up_proj: Tensor, *, down_proj: Tensor, trains: bool) -> float:
     """Milliseconds of a forward, and a backward if `trains`: the median of some runs after one that is not counted."""
     kernels = expert_kernels_for(name)
     x = x.contiguous()
 
     def run() -> None:
-        y, hidden = kernels.outputs(x, offsets, gate_up_proj, down_proj, out=None, keeps_hidden=trains)
+        y, hidden = kernels.outputs(x, rows, gate_up_proj, down_proj, out=None, keeps_hidden=trains)
         if hidden is not None:
-            needs = (True, True, True)
-            kernels.gradients(y, x, offsets, gate_up_proj, down_proj=down_proj, hidden=hidden, needs=needs)
+            needs = (True, True, True, rows.row_weights is not None)
+            kernels.gradients(y, x, rows, gate_up_proj, down_proj=down_proj, hidden=hidden, needs=needs)
 
     run()
     times: list[float] = []

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from moecomm.nn.arithmetic import as_arithmetic
 from moecomm.nn.backends import as_backend, choose_backend
-from moecomm.nn.grouped_swiglu import grouped_swiglu
+from moecomm.nn.expert_rows import rows_of
+from moecomm.nn.grouped_swiglu import apply_experts
 
 if TYPE_CHECKING:
     from moecomm.communicator import Communicator
@@ -45,7 +46,8 @@ class GroupedExperts(nn.Module):
             that must repeat exactly. Calls with gradients enabled are refused. Also an attribute, to be switched.
         backend: "loops" multiplies expert by expert; "torch" by torch.nn.functional.grouped_mm; "triton" by kernels of
             our own; "auto" takes "loops" on CPUs, elsewhere the faster of the others, measured once per family of
-            shapes. All but "loops" read no value on the host, and trust the offsets. `row_by_row` implies "loops".
+            shapes. All but "loops" read no value on the host, and trust offsets and counts. `row_by_row` implies
+            "loops".
         dtype: of the weights, torch's default when None.
 
     Attributes:
@@ -115,34 +117,65 @@ class GroupedExperts(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.num_local_experts}, {self.hidden}, {self.intermediate}"
 
-    def forward(self, x: Tensor, offsets: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Applies each expert to its rows.
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor | None = None,
+        *,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Applies each expert to its rows, in one of three forms, which are what the layouts of a dispatch give:
+
+            experts(received.x, received.offsets)                                            expert_major
+            experts(received.x, num_tokens_per_expert=received.num_tokens_per_expert)        slab
+            experts(received.x, topk_idx=received.topk_idx, topk_weights=received.topk_weights)      flat
+
+        In the flat form a row goes to every local expert that it names, and its output is the sum over them, which is
+        what `combine` takes there: in ascending k, in fp32 (fp64), of outputs of experts that were rounded once. Rows
+        are not copied for that by "triton", which gathers them as it multiplies.
 
         Under autocast, rows and weights are cast to its dtype, as by `torch.nn.Linear`. Otherwise their dtypes may
         differ, and the result has that of `x`.
 
         Arguments:
-            x: `[N, H]` floating, rows grouped by local expert: `Received.x`.
-            offsets: `[E_local]` int32 or int64, inclusive prefix sums of the rows per expert, alignment included:
-                `Received.offsets`. Rows beyond offsets[-1], as of a low-latency dispatch, cost nothing: they give
-                zero rows, in `out` what was there before, and their gradients are zero.
-            out: `[N, H]` contiguous, in the dtype of the result; the last product writes into it, which saves a copy
-                when it is a `Communicator.combine_buffer`. None = new memory.
+            x: floating. expert_major: `[N, H]`, rows grouped by local expert; slab: `[E_local, capacity, H]`; flat:
+                `[N, H]` in any order.
+            offsets: `[E_local]` int32 or int64, inclusive prefix sums of the rows per expert, alignment included. Rows
+                beyond offsets[-1], as of a low-latency dispatch, cost nothing: they give zero rows, in `out` what was
+                there before, and their gradients are zero.
+            num_tokens_per_expert: slab: `[E_local]` int32 or int64, the real rows of each expert, 0 to capacity. The
+                others are not read; else as rows beyond offsets[-1].
+            topk_idx: flat: `[N, K]` int32 or int64, local expert ids, -1 = none.
+            topk_weights: flat: `[N, K]` float32 or float64, of each choice; None = 1. Multiplies what the expert's last
+                product is applied to, so it costs no pass of its own.
+            out: like `x`, contiguous, in the dtype of the result; the last step writes into it, which saves a copy when
+                it is a `Communicator.combine_buffer`. None = new memory.
 
         Returns:
-            `[N, H]`; in the memory of `out` if given. Differentiable once, in `x` and the weights; an expert without
-            rows, or a rank without any, gets gradients that are zero tensors.
+            Like `x`; in the memory of `out` if given. Differentiable once, in `x`, `topk_weights` and the weights of
+            the experts; an expert without rows, or a rank without any, gets gradients that are zero tensors.
 
         Raises:
-            ValueError: shapes, dtypes or offsets that do not fit; `row_by_row` with gradients enabled; a backend that
-                cannot serve such tensors.
+            ValueError: shapes, dtypes, offsets, counts or ids that do not fit; none or several of the three forms;
+                `row_by_row` with gradients enabled; a backend that cannot serve such tensors.
         """
-        if x.dim() != 2 or x.shape[1] != self.hidden:
-            raise ValueError(f"x must be [N, hidden = {self.hidden}], got {list(x.shape)}")
-        if offsets.shape != (self.num_local_experts,) or offsets.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"offsets must be int32 or int64 [{self.num_local_experts}], got {offsets.dtype} {list(offsets.shape)}"
-            )
+        is_slab = num_tokens_per_expert is not None
+        if x.dim() != (3 if is_slab else 2) or x.shape[-1] != self.hidden:
+            form = f"[E_local = {self.num_local_experts}, capacity, " if is_slab else "[N, "
+            raise ValueError(f"x must be {form}hidden = {self.hidden}], got {list(x.shape)}")
+        if is_slab and x.shape[0] != self.num_local_experts:
+            raise ValueError(f"x must have a slab per expert, {self.num_local_experts}, got {list(x.shape)}")
+        rows = rows_of(
+            x,
+            self.num_local_experts,
+            offsets=offsets,
+            num_tokens_per_expert=num_tokens_per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+        )
         gate_up_proj: Tensor = self.gate_up_proj
         down_proj: Tensor = self.down_proj
         if torch.is_autocast_enabled(x.device.type):
@@ -155,13 +188,14 @@ class GroupedExperts(nn.Module):
             )
         backend: str = "loops" if self.row_by_row else self.backend
         if not torch.compiler.is_compiling():
-            weights = (gate_up_proj, down_proj)
-            trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights))
-            backend = choose_backend(backend, x, offsets, gate_up_proj, down_proj=down_proj, trains=trains)
+            learned = (x, gate_up_proj, down_proj, rows.row_weights)
+            trains = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in learned)
+            plain = x.flatten(0, 1) if is_slab else x
+            backend = choose_backend(backend, plain, rows, gate_up_proj, down_proj=down_proj, trains=trains)
             self.chosen_backend = backend
-        return grouped_swiglu(
+        return apply_experts(
             x,
-            offsets,
+            rows,
             gate_up_proj,
             down_proj=down_proj,
             out=out,

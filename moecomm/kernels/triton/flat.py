@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.lanes import unless_failed
 from moecomm.kernels.triton.runtime import Addresses, alignment_of, launch, num_blocks, table_of
 from moecomm.kernels.triton.tiles import numbers_of
 
@@ -34,11 +35,18 @@ def push_flat_kernel(
     num_experts: tl.int32,
     id_addresses: tl.tensor,
     weight_addresses: tl.tensor,
+    status: tl.tensor,
+    HAS_STATUS: tl.constexpr,
     VALUE_BYTES: tl.constexpr,
     TOKENS: tl.constexpr,
     CHOICES: tl.constexpr,
 ) -> None:
-    """Local ids, and the bits of weights (VALUE_BYTES each; 0 = none), to each row of some tokens."""
+    """Local ids, and the bits of weights (VALUE_BYTES each; 0 = none), to each row of some tokens.
+
+    HAS_STATUS: as in `lanes.unless_failed`: once a wait has failed nothing is written.
+    """
+    if HAS_STATUS:
+        num_tokens = unless_failed(status, num_tokens)
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, CHOICES)
     is_token = t < num_tokens
@@ -107,8 +115,9 @@ def push_flat_metadata(
     expert_local: Tensor,
     id_addresses: Addresses,
     weight_addresses: Addresses | None,
+    status: Tensor | None = None,
 ) -> None:
-    """As in `moecomm.kernels.base`; arguments are checked and ids contiguous."""
+    """As in `moecomm.kernels.base`; arguments are checked and ids contiguous. `status`: as in `push.push_rows`."""
     num_tokens, num_topk = ids.shape
     id_table, known = table_of(id_addresses, routes, num_topk)
     numbers_of("idx_addresses", torch.int32, 0, known)
@@ -124,7 +133,8 @@ def push_flat_metadata(
         num_blocks(num_tokens, tokens) if num_topk else 0,
         ids.device,
         *(ids, num_tokens, num_topk, bits, routes, routes.shape[1], expert_rank, expert_local, expert_rank.numel()),
-        *(id_table, weight_table),
+        *(id_table, weight_table, id_table if status is None else status),
+        HAS_STATUS=status is not None,
         VALUE_BYTES=value_bytes,
         TOKENS=tokens,
         CHOICES=choices,
@@ -176,10 +186,16 @@ def compile_cases() -> list[CompileCase]:
     tile = {"TOKENS": tokens, "CHOICES": choices}
     cases = []
     for ids in ("*i32", "*i64"):
-        for value_bytes, bits in ((0, ids), (4, "*i32"), (8, "*i64")):
+        for value_bytes, bits, has_status in (
+            (0, ids, False),
+            (4, "*i32", False),
+            (8, "*i64", False),
+            (4, "*i32", True),
+        ):
             cases.append(
                 CompileCase(
-                    name=f"push_flat {ids} with weights of {value_bytes} bytes",
+                    name=f"push_flat {ids} with weights of {value_bytes} bytes"
+                    f"{', unless a wait has failed' if has_status else ''}",
                     kernel=push_flat_kernel,
                     signature={
                         **common,
@@ -188,12 +204,14 @@ def compile_cases() -> list[CompileCase]:
                         "expert_local": "*i32",
                         "id_addresses": "*i64",
                         "weight_addresses": "*i64",
+                        "status": "*i64",
+                        "HAS_STATUS": "constexpr",
                         "VALUE_BYTES": "constexpr",
                     },
-                    constexprs={**tile, "VALUE_BYTES": value_bytes},
+                    constexprs={**tile, "VALUE_BYTES": value_bytes, "HAS_STATUS": has_status},
                 )
             )
-            if value_bytes:
+            if value_bytes and not has_status:
                 cases.append(
                     CompileCase(
                         name=f"pull_flat {ids}, values of {value_bytes} bytes",

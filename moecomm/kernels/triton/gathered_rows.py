@@ -1,4 +1,4 @@
-"""The gradient of gathered rows: every source row gets the sum of the gradients of the rows that were taken from it."""
+"""Gathered rows added up again: every source row gets the sum of the rows that were taken from it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.rounding import rounded, widened
 from moecomm.kernels.triton.runtime import launch
 
-__all__ = ["compile_cases", "sum_gathered_rows", "sum_rows_kernel"]
+__all__ = ["compile_cases", "sum_gathered_rows", "sum_routed_rows", "sum_rows_kernel"]
 
 
 @triton.jit
@@ -32,8 +33,9 @@ def sum_rows_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for place in range(tl.load(begins_ptr + source), tl.load(ends_ptr + source)):
         row = tl.load(order_ptr + place)
-        total += tl.load(rows_ptr + row * stride_rows + columns, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(out_ptr + source * stride_out + columns, total.to(out_ptr.dtype.element_ty), mask=is_column)
+        mask = columns < tl.where(row >= 0, num_columns, 0)
+        total += widened(tl.load(rows_ptr + row * stride_rows + columns, mask=mask, other=0.0), tl.float32)
+    tl.store(out_ptr + source * stride_out + columns, rounded(total, out_ptr.dtype.element_ty), mask=is_column)
 
 
 def sum_gathered_rows(rows: Tensor, row_idx: Tensor, num_source_rows: int) -> Tensor:
@@ -54,11 +56,35 @@ def sum_gathered_rows(rows: Tensor, row_idx: Tensor, num_source_rows: int) -> Te
     sources = torch.arange(num_source_rows, device=rows.device)
     begins = torch.searchsorted(taken, sources)
     ends = torch.searchsorted(taken, sources, right=True)
+    return _sum_rows(rows, order, begins, ends, out)
+
+
+def sum_routed_rows(rows: Tensor, routes: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """out[s] = sum of rows[routes[s, k]] over k in ascending order, in fp32, rounded once.
+
+    Arguments:
+        rows: `[N, H]` floating, columns contiguous.
+        routes: `[S, K]` int64 contiguous; -1 = nothing.
+        out: `[S, H]`, columns contiguous; None = new memory, dtype of `rows`.
+
+    Returns:
+        `out`; zeros where all routes are -1.
+    """
+    num_source_rows, num_topk = routes.shape
+    if out is None:
+        out = torch.empty(num_source_rows, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    if out.numel() == 0:
+        return out
+    bounds = torch.arange(num_source_rows + 1, device=rows.device) * num_topk
+    return _sum_rows(rows, routes, bounds[:-1], bounds[1:], out)
+
+
+def _sum_rows(rows: Tensor, order: Tensor, begins: Tensor, ends: Tensor, out: Tensor) -> Tensor:
     block = min(1024, triton.next_power_of_2(rows.shape[1]))
     num_blocks = -(-rows.shape[1] // block)
     launch(
         sum_rows_kernel,
-        num_source_rows * num_blocks,
+        out.shape[0] * num_blocks,
         out.device,
         rows,
         order,

@@ -13,7 +13,9 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moecomm.kernels.triton.gathered_rows import sum_gathered_rows
+from moecomm.kernels.experts import ExpertRows
+from moecomm.kernels.flat_rows import expand_rows
+from moecomm.kernels.triton.gathered_rows import sum_gathered_rows, sum_routed_rows
 from moecomm.kernels.triton.grouped_gemm import compute_dtype, grouped_gemm_weight_gradient, multiply_rows
 from moecomm.kernels.triton.segments import Segments
 from moecomm.kernels.triton.tile_shapes import source_hash
@@ -71,33 +73,70 @@ class TritonExpertKernels:
     def outputs(
         self,
         x: Tensor,
-        offsets: Tensor,
+        rows: ExpertRows,
         gate_up_proj: Tensor,
         down_proj: Tensor,
         *,
         out: Tensor | None,
         keeps_hidden: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        segments = Segments.expert_major(x.shape[0], offsets)
-        clears_tail = out is None
-        y = torch.empty_like(x) if out is None else out
-        hidden = x.new_empty(x.shape[0], gate_up_proj.shape[1]) if keeps_hidden else None
-        _fill_outputs(x, gate_up_proj, down_proj, segments, y=y, hidden=hidden, clears_tail=clears_tail)
-        return y, hidden
+        gathered = rows.gathered
+        y = out
+        if y is None or gathered is not None:
+            y = torch.empty(rows.num_rows, x.shape[1], dtype=x.dtype, device=x.device)
+        clears = out is None and gathered is None
+        hidden = x.new_empty(rows.num_rows, gate_up_proj.shape[1]) if keeps_hidden else None
+        _fill_outputs(
+            x,
+            gate_up_proj,
+            down_proj,
+            _segments_of(rows),
+            y=y,
+            hidden=hidden,
+            row_idx=None if gathered is None else gathered.row_idx,
+            row_weights=rows.row_weights,
+            clears_padding=clears,
+            clears_tail=clears,
+        )
+        return y if gathered is None else sum_routed_rows(y, gathered.routes, out=out), hidden
 
     def gradients(
         self,
         grad_y: Tensor,
         x: Tensor,
-        offsets: Tensor,
+        rows: ExpertRows,
         gate_up_proj: Tensor,
         *,
         down_proj: Tensor,
         hidden: Tensor,
-        needs: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        segments = Segments.expert_major(x.shape[0], offsets)
-        return _gradients(grad_y, x, gate_up_proj, down_proj, segments, hidden=hidden, needs=(*needs, False))[:3]
+        needs: tuple[bool, bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        gathered, weights = rows.gathered, rows.row_weights
+        *others, grad_weights = _gradients(
+            # The weight gradient gathers on one side only, which is that of x.
+            grad_y if gathered is None else expand_rows(grad_y, gathered),
+            x,
+            gate_up_proj,
+            down_proj,
+            _segments_of(rows),
+            hidden=hidden,
+            needs=needs,
+            row_idx=None if gathered is None else gathered.row_idx,
+            row_weights=weights,
+            routes=None if gathered is None else gathered.routes,
+        )
+        if grad_weights is not None and weights is not None:
+            grad_weights = grad_weights.to(weights.dtype)
+        return others[0], others[1], others[2], grad_weights
+
+
+def _segments_of(rows: ExpertRows) -> Segments:
+    if rows.offsets is not None:
+        return Segments.expert_major(rows.num_rows, rows.offsets)
+    assert rows.num_tokens_per_expert is not None
+    if rows.capacity == 0:
+        return Segments.expert_major(0, rows.num_tokens_per_expert)  # all end at 0, whatever the counts
+    return Segments.slab(rows.capacity, rows.num_tokens_per_expert)
 
 
 def _fill_outputs(
@@ -143,8 +182,12 @@ def _gradients(
     needs: tuple[bool, bool, bool, bool],
     row_idx: Tensor | None = None,
     row_weights: Tensor | None = None,
+    routes: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of `x`, `gate_up_proj`, `down_proj` and `row_weights`; None where not needed."""
+    """Gradients of `x`, `gate_up_proj`, `down_proj` and `row_weights`; None where not needed.
+
+    `routes`: as in `Gathered`, if they are known: then nothing has to be sorted.
+    """
     compute = compute_dtype(x, gate_up_proj, down_proj)
     grad_x = grad_gate_up_proj = grad_down_proj = None
     grad_hidden = torch.empty_like(hidden)
@@ -170,8 +213,11 @@ def _gradients(
         grouped_gemm_weight_gradient(grad_hidden, x, segments, out=grad_gate_up_proj, row_idx=row_idx, compute=compute)
     if needs[0]:
         grad_x = torch.empty(segments.num_rows, x.shape[1], dtype=x.dtype, device=x.device)
-        multiply_rows(grad_hidden, gate_up_proj, segments, out=grad_x)
-        if row_idx is not None:
+        clears = routes is None
+        multiply_rows(grad_hidden, gate_up_proj, segments, out=grad_x, clears_padding=clears, clears_tail=clears)
+        if routes is not None:
+            grad_x = sum_routed_rows(grad_x, routes)
+        elif row_idx is not None:
             grad_x = sum_gathered_rows(grad_x, row_idx, x.shape[0])
     return grad_x, grad_gate_up_proj, grad_down_proj, grad_row_weights
 

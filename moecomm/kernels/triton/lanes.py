@@ -172,7 +172,7 @@ def acquire_lanes(
 
 
 @triton.jit
-def unless_failed(status: tl.tensor, number: tl.int32) -> tl.tensor:
+def unless_failed(status: tl.tensor, number: tl.tensor) -> tl.tensor:
     """The number, or 0 if a wait of an earlier kernel has failed: of boards to signal or rows to push, say.
 
     Threads may disagree if a wait fails meanwhile: good for masks and bounds, not for what encloses a barrier.

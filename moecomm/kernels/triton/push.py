@@ -11,7 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.base import weights_dtype
+from moecomm.kernels.cuda.push_bulk import launch_bulk_push
 from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.lanes import unless_failed
+from moecomm.kernels.triton.push_engines import PushCase, engines
 from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded, widened
 from moecomm.kernels.triton.runtime import Addresses, alignment_of, launch, table_of
 from moecomm.kernels.triton.tiles import moves_of, numbers_of, route_pointers, row_pointers, tile_of
@@ -25,6 +28,8 @@ __all__ = [
     "push_weighted_rows_kernel",
 ]
 
+_UNLESS_FAILED = ", unless a wait has failed"
+
 
 @triton.jit(do_not_specialize=["rows", "row_stride", "num_tokens", "num_units", "num_slots"])
 def push_rows_kernel(
@@ -36,7 +41,9 @@ def push_rows_kernel(
     routes: tl.tensor,
     num_slots: tl.int32,
     addresses: tl.tensor,
+    status: tl.tensor,
     HAS_SOURCES: tl.constexpr,
+    HAS_STATUS: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PER_UNIT: tl.constexpr,
@@ -51,8 +58,11 @@ def push_rows_kernel(
         num_units: ALIGNMENT bytes each, of a row.
         routes: `[T, num_slots]` int64.
         addresses: `[R]` int64.
+        status: as in `lanes.unless_failed`, if HAS_STATUS: once a wait has failed nothing is written.
         DTYPE: an integer; PER_UNIT of them take ALIGNMENT bytes.
     """
+    if HAS_STATUS:
+        num_slots = unless_failed(status, num_slots)  # not tokens, whose masks would take registers
     num_columns = num_units * PER_UNIT
     row_bytes = tl.cast(num_units, tl.int64) * ALIGNMENT
     num_pieces = tl.cdiv(num_columns, COLUMNS)
@@ -89,6 +99,8 @@ def push_weighted_rows_kernel(
     num_slots: tl.int32,
     addresses: tl.tensor,
     weights: tl.tensor,
+    status: tl.tensor,
+    HAS_STATUS: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PER_UNIT: tl.constexpr,
@@ -96,6 +108,8 @@ def push_weighted_rows_kernel(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Stores weight * row at each place. `weights` `[T, num_slots]` fp32 or fp64; the rest as in `push_rows_kernel`."""
+    if HAS_STATUS:
+        num_slots = unless_failed(status, num_slots)
     num_columns = num_units * PER_UNIT
     row_bytes = tl.cast(num_units, tl.int64) * ALIGNMENT
     num_pieces = tl.cdiv(num_columns, COLUMNS)
@@ -122,20 +136,40 @@ def push_weighted_rows_kernel(
         tl.store(place + c, scaled, mask=is_route[:, None] & is_column)
 
 
-def push_rows(rows: Tensor, routes: Tensor, addresses: Addresses) -> None:
-    """As in `moecomm.kernels.base`; arguments are checked."""
+def push_rows(rows: Tensor, routes: Tensor, addresses: Addresses, status: Tensor | None = None) -> None:
+    """As in `moecomm.kernels.base`; arguments are checked. `status`: once a wait has failed nothing is written.
+
+    On devices that have it the bulk copy engine takes what it is faster at; see `push_engines`.
+    """
     num_tokens, num_slots = routes.shape
     row_bytes = rows.shape[1] * rows.element_size()
     stride = rows.stride(0) * rows.element_size()
     table, known = table_of(addresses, routes, row_bytes)
-    moves = moves_of(row_bytes, alignment_of(row_bytes, stride, rows.data_ptr(), known))
+    alignment = alignment_of(row_bytes, stride, rows.data_ptr(), known)
+    case = PushCase(routes.device, num_tokens, num_slots, row_bytes, table.numel())
+    if engines.serve(case, alignment):
+        launches = {
+            "triton": lambda: _push_rows(rows, routes, table, alignment, status),
+            "bulk": lambda: launch_bulk_push(rows, routes, table, status=status),
+        }
+        engines.run(case, launches)
+    else:
+        _push_rows(rows, routes, table, alignment, status)
+
+
+def _push_rows(rows: Tensor, routes: Tensor, table: Tensor, alignment: int, status: Tensor | None) -> None:
+    num_tokens, num_slots = routes.shape
+    moves = moves_of(rows.shape[1] * rows.element_size(), alignment)
+    stride = rows.stride(0) * rows.element_size()
     tile = tile_of(num_tokens, moves)
     launch(
         push_rows_kernel,
         tile.num_programs,
         routes.device,
         *(rows.data_ptr(), stride, table, num_tokens, moves.num_units, routes, num_slots, table),
+        table if status is None else status,
         HAS_SOURCES=False,
+        HAS_STATUS=status is not None,
         DTYPE=moves.dtype,
         ALIGNMENT=moves.alignment,
         PER_UNIT=moves.per_unit,
@@ -161,8 +195,9 @@ def push_address_rows(sources: Tensor, alignment: int, row_bytes: int, routes: T
         push_rows_kernel,
         tile.num_programs,
         routes.device,
-        *(0, 0, sources, num_tokens, moves.num_units, routes, num_slots, table),
+        *(0, 0, sources, num_tokens, moves.num_units, routes, num_slots, table, table),
         HAS_SOURCES=True,
+        HAS_STATUS=False,
         DTYPE=moves.dtype,
         ALIGNMENT=moves.alignment,
         PER_UNIT=moves.per_unit,
@@ -171,8 +206,10 @@ def push_address_rows(sources: Tensor, alignment: int, row_bytes: int, routes: T
     )
 
 
-def push_weighted_rows(rows: Tensor, routes: Tensor, addresses: Addresses, weights: Tensor) -> None:
-    """As in `moecomm.kernels.base`; arguments are checked.
+def push_weighted_rows(
+    rows: Tensor, routes: Tensor, addresses: Addresses, weights: Tensor, status: Tensor | None = None
+) -> None:
+    """As in `moecomm.kernels.base`; arguments are checked. `status`: once a wait has failed nothing is written.
 
     Raises:
         ValueError: rows do not begin at multiples of their numbers' size.
@@ -188,6 +225,8 @@ def push_weighted_rows(rows: Tensor, routes: Tensor, addresses: Addresses, weigh
         tile.num_programs,
         routes.device,
         *(rows.data_ptr(), stride, num_tokens, moves.num_units, routes, num_slots, table, weights),
+        table if status is None else status,
+        HAS_STATUS=status is not None,
         DTYPE=moves.dtype,
         ALIGNMENT=moves.alignment,
         PER_UNIT=moves.per_unit,
@@ -206,6 +245,8 @@ def compile_cases() -> list[CompileCase]:
         "routes": "*i64",
         "num_slots": "i32",
         "addresses": "*i64",
+        "status": "*i64",
+        "HAS_STATUS": "constexpr",
         "DTYPE": "constexpr",
         "ALIGNMENT": "constexpr",
         "PER_UNIT": "constexpr",
@@ -213,24 +254,27 @@ def compile_cases() -> list[CompileCase]:
         "COLUMNS": "constexpr",
     }
     cases = []
-    for row_bytes, alignment, has_sources, num_tokens in (
-        (14336, 16, False, 4096),
-        (14336, 16, False, 8),
-        (14336, 16, True, 8),
-        (512, 16, False, 4096),
-        (14332, 4, False, 4096),
-        (14331, 1, False, 4096),
-        (4, 4, False, 4096),
+    for row_bytes, alignment, has_sources, num_tokens, has_status in (
+        (14336, 16, False, 4096, False),
+        (14336, 16, False, 4096, True),
+        (14336, 16, False, 8, False),
+        (14336, 16, True, 8, False),
+        (512, 16, False, 4096, False),
+        (14332, 4, False, 4096, False),
+        (14331, 1, False, 4096, False),
+        (4, 4, False, 4096, False),
     ):
         moves = moves_of(row_bytes, alignment)
         tile = tile_of(num_tokens, moves)
         cases.append(
             CompileCase(
-                name=f"push_rows {alignment} bytes, {tile.columns} columns{', any source' if has_sources else ''}",
+                name=f"push_rows {alignment} bytes, {tile.columns} columns{', any source' if has_sources else ''}"
+                f"{_UNLESS_FAILED if has_status else ''}",
                 kernel=push_rows_kernel,
                 signature={**common, "sources": "*i64", "HAS_SOURCES": "constexpr"},
                 constexprs={
                     "HAS_SOURCES": has_sources,
+                    "HAS_STATUS": has_status,
                     "DTYPE": moves.dtype,
                     "ALIGNMENT": alignment,
                     "PER_UNIT": moves.per_unit,
@@ -240,16 +284,18 @@ def compile_cases() -> list[CompileCase]:
                 moves_rows=alignment == 16,
             )
         )
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    kinds = [(dtype, False) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
+    for dtype, has_status in (*kinds, (torch.bfloat16, True)):
         moves = numbers_of("a row", dtype, 4096, 16)
         tile = tile_of(4096, moves)
         weights = "*fp64" if weights_dtype(dtype) is torch.float64 else "*fp32"
         cases.append(
             CompileCase(
-                name=f"push_weighted_rows {TRITON_DTYPES[dtype]}",
+                name=f"push_weighted_rows {TRITON_DTYPES[dtype]}{_UNLESS_FAILED if has_status else ''}",
                 kernel=push_weighted_rows_kernel,
                 signature={**common, "weights": weights},
                 constexprs={
+                    "HAS_STATUS": has_status,
                     "DTYPE": moves.dtype,
                     "ALIGNMENT": moves.alignment,
                     "PER_UNIT": moves.per_unit,

@@ -22,6 +22,7 @@ from moecomm.kernels.triton import combine, flat, gradients, plans, push, values
 from moecomm.kernels.triton.counts import count_by_expert, count_by_rank
 from moecomm.kernels.triton.fingerprint import checked_fingerprint, summarize_ids
 from moecomm.kernels.triton.runtime import Addresses, check_device
+from moecomm.kernels.triton.signals import check_status
 
 __all__ = ["TritonRowKernels"]
 
@@ -33,6 +34,9 @@ class TritonRowKernels:
     `addresses` may be a tensor, as `moecomm.kernels.triton.runtime.Addresses` says. Numbers begin at multiples of their
     size: a GPU cannot load others. On a GPU only `count_routes` waits for it; what the others could refuse after
     looking at ids or routes, they trust.
+
+    What writes to other ranks takes a `status`, as `moecomm.kernels.triton.signals.wait` does: once a wait of an
+    earlier kernel of the stream has failed, nothing is written, for nobody can know whose memory it would be.
     """
 
     def count_routes(self, topk_idx: Tensor, expert_rank: Tensor, num_ranks: int, counts: Tensor) -> int:
@@ -71,8 +75,17 @@ class TritonRowKernels:
         check_tensor("bases", bases, torch.int64, (bases.numel(),), device)
         return plans.plan_by_rank(ids, expert_rank, bases)
 
-    def push_rows(self, rows: Tensor, routes: Tensor, addresses: Addresses, *, weights: Tensor | None = None) -> None:
+    def push_rows(
+        self,
+        rows: Tensor,
+        routes: Tensor,
+        addresses: Addresses,
+        *,
+        weights: Tensor | None = None,
+        status: Tensor | None = None,
+    ) -> None:
         device = check_device("routes", routes)
+        check_status(status, device)
         check_matrix("routes", routes, torch.int64, device)
         num_tokens, num_slots = routes.shape
         if rows.dim() != 2 or rows.shape[0] != num_tokens or rows.device != device:
@@ -82,17 +95,20 @@ class TritonRowKernels:
         if rows.stride(1) != 1 and rows.shape[1] > 1 and num_tokens > 0:
             raise ValueError(f"rows has strides {rows.stride()}; the last one must be 1")
         if weights is None:
-            push.push_rows(rows, routes, addresses)
+            push.push_rows(rows, routes, addresses, status)
             return
         format_number("rows", rows.dtype)
         check_tensor("weights", weights, weights_dtype(rows.dtype), (num_tokens, num_slots), device)
-        push.push_weighted_rows(rows, routes, addresses, weights)
+        push.push_weighted_rows(rows, routes, addresses, weights, status)
 
-    def push_values(self, values: Tensor, routes: Tensor, addresses: Addresses) -> None:
+    def push_values(
+        self, values: Tensor, routes: Tensor, addresses: Addresses, *, status: Tensor | None = None
+    ) -> None:
         device = check_device("routes", routes)
+        check_status(status, device)
         check_matrix("routes", routes, torch.int64, device)
         check_values("values", values, tuple(routes.shape), device)
-        push.push_rows(values.view(-1, 1), routes.view(-1, 1), addresses)
+        push.push_rows(values.view(-1, 1), routes.view(-1, 1), addresses, status)
 
     def push_flat_metadata(
         self,
@@ -103,14 +119,19 @@ class TritonRowKernels:
         expert_local: Tensor,
         idx_addresses: Addresses,
         weight_addresses: Addresses | None,
+        *,
+        status: Tensor | None = None,
     ) -> None:
         ids = self._flat_ids(topk_idx, routes, expert_rank)
+        check_status(status, ids.device)
         check_tensor("expert_local", expert_local, torch.int32, tuple(expert_rank.shape), ids.device)
         if (topk_weights is None) != (weight_addresses is None):
             raise ValueError("topk_weights and weight_addresses must be given together or both be None")
         if topk_weights is not None:
             check_values("topk_weights", topk_weights, tuple(ids.shape), ids.device)
-        flat.push_flat_metadata(ids, topk_weights, routes, expert_rank, expert_local, idx_addresses, weight_addresses)
+        flat.push_flat_metadata(
+            ids, topk_weights, routes, expert_rank, expert_local, idx_addresses, weight_addresses, status
+        )
 
     def combine_rows(self, out: Tensor, routes: Tensor, addresses: Addresses, *, weights: Tensor | None = None) -> None:
         device = check_device("out", out)

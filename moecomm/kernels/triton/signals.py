@@ -21,6 +21,7 @@ from moecomm.kernels.triton.runtime import check_device, launch
 
 __all__ = [
     "board_bytes",
+    "check_status",
     "compile_cases",
     "make_status",
     "raise_if_behind",
@@ -78,6 +79,22 @@ def board_bytes(num_ranks: int, num_slots: int) -> int:
 def make_status(num_ranks: int, device: torch.device | str) -> Tensor:
     """A place where waits say that they have failed: `[4 + R]` int64, zero as long as none has."""
     return torch.zeros(SEEN.value + num_ranks, dtype=torch.int64, device=device)
+
+
+def check_status(status: Tensor | None, device: torch.device) -> None:
+    """Refuses what is no status on this device; None is fine.
+
+    Raises:
+        ValueError: of another dtype, shape or device.
+    """
+    if status is None:
+        return
+    is_like_one = status.dtype is torch.int64 and status.dim() == 1 and status.numel() > SEEN.value
+    if not is_like_one or not status.is_contiguous() or status.device != device:
+        raise ValueError(
+            f"status is {status.dtype} {list(status.shape)} on {status.device}; wanted contiguous torch.int64 "
+            f"[{SEEN.value} + R] on {device}, as from make_status"
+        )
 
 
 def signal_all(boards: Tensor, rank: int, slot: int, *, n: int = 1, status: Tensor | None = None) -> None:
