@@ -1,0 +1,308 @@
+"""Low-latency dispatch and combine that a CUDA graph can hold: nothing that changes between calls is the host's.
+
+    T num_tokens   K num_topk   E num_experts   E_local experts here   R num_ranks   H hidden   N rows of the block
+
+Every method only launches kernels on the current stream, in memory that was made before; docs/gpu-low-latency.md tells
+how the ranks keep in step. What goes wrong stops the later kernels and stays on the device until `check` asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from moecomm.errors import TooManyInFlight
+from moecomm.kernels.base import weights_dtype
+from moecomm.kernels.eager import Form
+from moecomm.kernels.triton.captured_blocks import CapturedBlock, make_block
+from moecomm.kernels.triton.captured_combine import Outputs, pull_sums, send_outputs, wait_for_ticket
+from moecomm.kernels.triton.captured_messages import count_messages, message_layout
+from moecomm.kernels.triton.captured_plan import plan_messages
+from moecomm.kernels.triton.captured_rows import place_rows, route_messages
+from moecomm.kernels.triton.captured_send import Batch, send_messages
+from moecomm.kernels.triton.captured_state import NUM_SLOTS, check_control, make_control
+from moecomm.kernels.triton.captured_zeros import zero_rows
+from moecomm.kernels.triton.runtime import alignment_of, check_device
+from moecomm.kernels.triton.signals import board_bytes
+
+__all__ = ["CapturedExchange", "CapturedMemory", "captured_memory"]
+
+
+class CapturedMemory(NamedTuple):
+    """Bytes of memory that every rank gives to all, beginning at multiples of 64, zero at first.
+
+    Attributes:
+        board: lanes.
+        message: of one message; `windows` has room for `2 * max_in_flight` calls of R of them.
+        windows: where messages arrive.
+        output: of the rows of one combine; `outputs` has room for `2 * max_in_flight` of them.
+        outputs: where peers read rows.
+    """
+
+    board: int
+    message: int
+    windows: int
+    output: int
+    outputs: int
+
+
+def captured_memory(
+    *,
+    num_ranks: int,
+    max_in_flight: int,
+    max_tokens_per_rank: int,
+    num_topk: int,
+    row_bytes: int,
+    value_bytes: int,
+    num_rows: int,
+) -> CapturedMemory:
+    """What to set aside for calls up to these sizes; `num_rows` is N, or the most E_local * capacity of a rank."""
+    message = message_layout(max_tokens_per_rank, num_topk, row_bytes, value_bytes).nbytes
+    output = -(-num_rows * row_bytes // 64) * 64
+    num_windows = 2 * max_in_flight
+    return CapturedMemory(
+        board_bytes(num_ranks, NUM_SLOTS), message, num_windows * num_ranks * message, output, num_windows * output
+    )
+
+
+@final
+class CapturedExchange:
+    """Low-latency calls of one rank. All ranks make the same calls in the same order, on one stream each.
+
+    Arguments:
+        rank: mine.
+        boards, windows, outputs: by rank, the addresses here of that rank's memory, see `CapturedMemory`.
+        message_bytes, output_bytes: `CapturedMemory.message` and `.output`, the same on every rank.
+        expert_rank, expert_local: `[E]` int32: rank of each expert, and its index there.
+        max_tokens_per_rank: most T.
+        max_in_flight: calls that may be begun and not completed.
+        timeout_ns: a wait fails after so many nanoseconds.
+        describe: names a rank in messages.
+
+    Attributes:
+        tokens_per_expert: `[E_local]` int64: what has arrived in all calls.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        boards: Sequence[int],
+        windows: Sequence[int],
+        outputs: Sequence[int],
+        message_bytes: int,
+        output_bytes: int,
+        expert_rank: Tensor,
+        expert_local: Tensor,
+        max_tokens_per_rank: int,
+        max_in_flight: int = 1,
+        timeout_ns: int = 100_000_000_000,
+        describe: Callable[[int], str] = lambda rank: f"rank {rank}",
+    ) -> None:
+        device = check_device("expert_rank", expert_rank)
+        if not len(boards) == len(windows) == len(outputs) or not 0 <= rank < len(boards):
+            raise ValueError(
+                f"rank is {rank}; boards, windows and outputs have {len(boards)}, {len(windows)} and {len(outputs)} "
+                "addresses, which must be one for each rank"
+            )
+        if max_in_flight < 1 or max_tokens_per_rank < 0 or timeout_ns < 0:
+            raise ValueError(
+                f"max_in_flight is {max_in_flight}, max_tokens_per_rank {max_tokens_per_rank}, timeout_ns {timeout_ns}"
+            )
+        self._experts = expert_rank.contiguous(), expert_local.contiguous()
+        num_local = int((expert_rank == rank).sum())
+        self._sizes = max_tokens_per_rank, len(boards), expert_rank.numel(), num_local
+        self._control, operations = make_control(rank, list(boards), device, timeout_ns, 2 * max_in_flight)
+        self._dispatch, self._combine, *_ = operations
+        self._mine = windows[rank], message_bytes
+        self._peers = torch.tensor(windows, dtype=torch.int64, device=device), alignment_of(*windows)
+        table = torch.tensor(outputs, dtype=torch.int64, device=device)
+        self._outputs = Outputs(table, output_bytes, alignment_of(*outputs), outputs[rank])
+        self._max_in_flight, self._in_flight = max_in_flight, 0
+        self._max_topk = 1
+        self._describe = describe
+        self.tokens_per_expert = torch.zeros(num_local, dtype=torch.int64, device=device)
+
+    def block(self, form: Form, rows: int, values: int = 0) -> CapturedBlock:
+        """A place for the rows of a dispatch; made before a graph is captured, for the graph keeps its addresses.
+
+        Arguments:
+            form: of the calls that fill it, the same on every rank.
+            rows: address of `[E_local, capacity, H]` (slab) or `[num_rows, H]` (expert_major), all zero.
+            values: address of the weights, in the same order, all zero; 0 = weights that travel are not kept.
+
+        Raises:
+            ValueError: messages of this form are larger than `message_bytes`.
+        """
+        return make_block(form, rows, values, self._mine, self._sizes, self.tokens_per_expert)
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, block: CapturedBlock, *, topk_weights: Tensor | None = None
+    ) -> None:
+        """`send` and `receive`."""
+        self.send(x, topk_idx, block, topk_weights=topk_weights)
+        self.receive(block)
+
+    def send(self, x: Tensor, topk_idx: Tensor, block: CapturedBlock, *, topk_weights: Tensor | None = None) -> None:
+        """Sends rows; never waits.
+
+        Arguments:
+            x: `[T, H]`, last dimension contiguous.
+            topk_idx: `[T, K]` int32 or int64 contiguous, -1 = no expert. Other ids that are none stop all ranks.
+            block: whose form x, topk_idx and topk_weights must have.
+            topk_weights: `[T, K]` contiguous, of `form.value_bytes` each; None if that is 0.
+
+        Raises:
+            ValueError: an argument has another shape than the block's form says.
+            TooManyInFlight: `max_in_flight` calls have begun and are not completed.
+        """
+        self._check_batch(x, topk_idx, block, topk_weights)
+        self._begin(block.is_sent, "dispatch")
+        block.is_sent, block.num_tokens = True, topk_idx.shape[0]
+        batch = Batch(x, topk_idx, topk_weights)
+        self._max_topk = max(self._max_topk, block.form.num_topk)
+        send_messages(
+            *(self._control, self._dispatch, block.dispatched, batch, self._experts[0]),
+            *(block.windows, self._peers, block.layout, block.signature),
+        )
+
+    def receive(self, block: CapturedBlock) -> None:
+        """Waits on the device for what all ranks have sent and fills the block; rows that no route fills are zero.
+
+        Then `block.arrived` holds counts, `num_tokens_per_expert` and `offsets`, `block.routes[rank, :T]` my routes.
+        """
+        if not block.is_sent:
+            raise ValueError("block: nothing was sent that could be received; call send first")
+        block.is_sent = False
+        self._in_flight -= 1
+        control, ticket, (expert_rank, _) = self._control, block.dispatched, self._experts
+        slot = self._dispatch.slot
+        count_messages(control, slot, ticket, block.windows, expert_rank, block.signature, block.found)
+        plan_messages(control, slot, ticket, block.found, self._experts, block.form, block.scratch, block.arrived)
+        route_messages(
+            *(control, ticket, block.windows, block.layout, block.found, expert_rank, block.scratch.starts),
+            *(block.routes, block.block),
+        )
+        place_rows(control, ticket, block.windows, block.layout, block.found.tokens, block.routes, block.block)
+        zero_rows(control.status, block.arrived.spans, block.block)
+
+    def outputs_at(self, addresses: Sequence[int]) -> Outputs:
+        """Rows that lie where peers read them already, at these addresses by rank, and need no copy.
+
+        They may change again once this rank has received a dispatch that it sent after the combine had been completed.
+        """
+        table = torch.tensor(addresses, dtype=torch.int64, device=self._experts[0].device)
+        return Outputs(table, 0, alignment_of(*addresses), addresses[self._control.rank])
+
+    def combine(
+        self,
+        y: Tensor,
+        block: CapturedBlock,
+        out: Tensor,
+        *,
+        topk_weights: Tensor | None = None,
+        outputs: Outputs | None = None,
+    ) -> None:
+        """`send_rows` and `sum_rows`."""
+        self.send_rows(y, block, outputs=outputs)
+        self.sum_rows(block, out, topk_weights=topk_weights, outputs=outputs)
+
+    def send_rows(self, y: Tensor, block: CapturedBlock, *, outputs: Outputs | None = None) -> None:
+        """Lets peers read rows; never waits.
+
+        Arguments:
+            y: contiguous rows in the order of the block, any dtype; those that no route names are not read.
+            block: of the dispatch that the rows answer.
+            outputs: from `outputs_at`, y lies there; None: y is copied.
+
+        Raises:
+            ValueError: y does not fit into `output_bytes`, is not contiguous or not where `outputs` says.
+            TooManyInFlight: `max_in_flight` calls have begun and are not completed.
+        """
+        where = outputs or self._outputs
+        if not y.is_contiguous() or y.shape[-1] * y.element_size() * self._num_rows(block) != y.nbytes:
+            raise ValueError(f"y is {list(y.shape)} with strides {y.stride()}; wanted {self._num_rows(block)} rows")
+        if outputs is None and y.nbytes > where.nbytes:
+            raise ValueError(f"y has {y.nbytes} bytes; output_bytes is {where.nbytes}")
+        if outputs is not None and y.nbytes and y.data_ptr() != where.mine:
+            raise ValueError(f"y is at {y.data_ptr():#x}; outputs says {where.mine:#x}")
+        self._begin(block.is_summing, "combine")
+        block.is_summing = True
+        rows = y.data_ptr(), y.shape[-1] * y.element_size()
+        arrived = block.arrived
+        send_outputs(
+            *(self._control, self._combine, block.combined, rows),
+            *(arrived.first_rows, arrived.num_tokens_per_expert, where),
+        )
+
+    def sum_rows(
+        self, block: CapturedBlock, out: Tensor, *, topk_weights: Tensor | None = None, outputs: Outputs | None = None
+    ) -> None:
+        """Waits on the device until all rows are ready and sums each token's in ascending k, as `combine_rows` does.
+
+        Arguments:
+            block: of the dispatch whose routes are followed.
+            out: `[T, H]` contiguous, overwritten; T of that dispatch, dtype and H of the rows.
+            topk_weights: `[T, K]` contiguous fp32 (fp64 beside fp64 rows), applied here; None: a plain sum.
+            outputs: as given to `send_rows`.
+        """
+        if not block.is_summing:
+            raise ValueError("block: no rows were sent that could be summed; call send_rows first")
+        shape = block.num_tokens, block.form.num_topk
+        if out.dim() != 2 or out.shape[0] != shape[0] or not out.is_contiguous():
+            raise ValueError(f"out is {list(out.shape)} with strides {out.stride()}; wanted contiguous [{shape[0]}, H]")
+        wide = weights_dtype(out.dtype)
+        if topk_weights is not None and (tuple(topk_weights.shape) != shape or topk_weights.dtype is not wide):
+            raise ValueError(
+                f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; wanted {wide} {list(shape)}"
+            )
+        block.is_summing = False
+        self._in_flight -= 1
+        wait_for_ticket(self._control, self._combine.slot, block.combined)
+        routes = block.routes[self._control.rank, : shape[0]]
+        pull_sums(self._control, block.combined, out, routes, outputs or self._outputs, topk_weights)
+
+    def check(self) -> None:
+        """Waits for the work given so far and raises what has stopped it; nothing was written since, on any rank.
+
+        Raises:
+            PeerTimeout: a peer did not come; what is behind it cannot be repaired.
+            CapacityExceeded: rows of a dispatch did not fit; every rank raises it and may go on.
+            ValueError: a rank gave an id that is none; every rank raises it and may go on.
+            CallMismatch: ranks made calls of different forms.
+        """
+        check_control(self._control, num_topk=self._max_topk, describe=self._describe)
+
+    def _begin(self, is_begun: bool, operation: str) -> None:
+        if is_begun:
+            raise TooManyInFlight(f"block: its {operation} has begun and is not completed; complete it, or use another")
+        if self._in_flight == self._max_in_flight:
+            raise TooManyInFlight(f"{self._in_flight} calls are begun; max_in_flight is {self._max_in_flight}")
+        self._in_flight += 1
+
+    def _num_rows(self, block: CapturedBlock) -> int:
+        return self._sizes[3] * block.form.capacity if block.form.capacity else block.form.num_rows
+
+    def _check_batch(self, x: Tensor, topk_idx: Tensor, block: CapturedBlock, weights: Tensor | None) -> None:
+        form, most = block.form, self._sizes[0]
+        num_tokens = topk_idx.shape[0]
+        if topk_idx.shape != (num_tokens, form.num_topk) or topk_idx.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"topk_idx is {topk_idx.dtype} {list(topk_idx.shape)}; wanted int32 or int64 [T, {form.num_topk}]"
+            )
+        if num_tokens > most:
+            raise ValueError(f"topk_idx has {num_tokens} tokens; max_tokens_per_rank is {most}")
+        if x.dim() != 2 or x.shape[0] != num_tokens or x.shape[1] * x.element_size() != form.row_bytes:
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}; wanted {num_tokens} rows of {form.row_bytes} bytes")
+        if not topk_idx.is_contiguous() or (x.stride(1) != 1 and x.numel() > x.shape[0]):
+            raise ValueError(f"topk_idx has strides {topk_idx.stride()}, x {x.stride()}; the last must be contiguous")
+        value_bytes = 0 if weights is None else weights.element_size()
+        if value_bytes != form.value_bytes:
+            raise ValueError(
+                f"topk_weights has values of {value_bytes} bytes; the block's form says {form.value_bytes}"
+            )
+        if weights is not None and (weights.shape != topk_idx.shape or not weights.is_contiguous()):
+            raise ValueError(f"topk_weights is {list(weights.shape)}; wanted contiguous {list(topk_idx.shape)}")
