@@ -175,13 +175,17 @@ class CapturedRank:
         make = torch.Generator().manual_seed(call * 10 + self.rank)
         return torch.randn(num_tokens, self.case.topk, generator=make, dtype=weights_dtype(self.case.dtype))
 
-    def pair(self, call, inputs=None):
-        """A dispatch and its combine, both compared."""
-        inputs = self.case.inputs(call) if inputs is None else inputs
+    def dispatch(self, call, inputs):
+        """A dispatch, compared."""
         self.send(inputs)
         self.receive()
         self.exchange.check()
         self.compare(inputs, call)
+
+    def pair(self, call, inputs=None):
+        """A dispatch and its combine, both compared."""
+        inputs = self.case.inputs(call) if inputs is None else inputs
+        self.dispatch(call, inputs)
         num_tokens = inputs.ids[self.rank].shape[0]
         out = torch.full((num_tokens, self.case.hidden), 7, dtype=self.case.dtype)
         weights = self.weights_at_home(call, num_tokens)

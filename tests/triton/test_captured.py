@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from captured_ranks import Case, CapturedRank, recorded, replay
+from captured_ranks import CapturedRank, Case, recorded, replay
 from eager_cases import inputs_of
 
 from moecomm.testing import launch, masked, with_duplicates
