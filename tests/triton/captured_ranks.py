@@ -139,8 +139,8 @@ class CapturedRank:
             timeout_ns=timeout_ns,
         )
         if case.too_few_windows:
-            control = self.exchange._control
-            self.exchange._control = control._replace(num_windows=2 * case.depth - case.too_few_windows)
+            control = self.exchange.control
+            self.exchange.control = control._replace(num_windows=2 * case.depth - case.too_few_windows)
         self.wanted = Receiver(REFERENCE, case.world, rank, case.row_bytes, case.form.value_bytes, **case.block)
         self.rows = Memory(self.wanted.rows.num_bytes, fill=0)
         self.values = Memory(self.wanted.values.num_bytes, fill=0)
@@ -159,7 +159,7 @@ class CapturedRank:
 
     def combine(self, y, out, weights):
         outputs = self.exchange.outputs_at(self.outputs) if self.case.in_place else None
-        self.exchange.combine(y, self.block, out, topk_weights=weights, outputs=outputs)
+        self.exchange.combine(y, self.block.placed, out, topk_weights=weights, outputs=outputs)
 
     def answer(self, call):
         """Rows of mine, where they must lie."""
@@ -198,7 +198,7 @@ class CapturedRank:
     def compare(self, inputs, call=None):
         """What has arrived with what the reference makes of the same inputs."""
         expected = self.wanted.receive(send(REFERENCE, self.case.world, inputs)[0], inputs)
-        arrived, num_tokens = self.block.arrived, inputs.ids[self.rank].shape[0]
+        arrived, num_tokens = self.block.placed.arrived, inputs.ids[self.rank].shape[0]
         assert_same_bits(arrived.counts, expected.counts)
         assert_same_bits(arrived.num_tokens_per_expert, expected.num_tokens_per_expert)
         if expected.offsets is not None:
@@ -223,7 +223,7 @@ class CapturedRank:
         assert_same_bits(out, want)
 
     def window(self, call):
-        num_windows = self.exchange._control.num_windows
+        num_windows = self.exchange.control.num_windows
         return self.windows[self.rank] + call % num_windows * self.case.num_ranks * self.message_bytes
 
     def poison(self, call):

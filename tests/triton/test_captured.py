@@ -61,7 +61,7 @@ def overlap(group, case, num_calls):
     others = [rank.exchange.block(case.form, rank.rows.address, rank.values.address) for _ in range(case.depth - 1)]
     blocks = [rank.block, *others]
     for block in others:  # they fill one place in turns, so they share what is known of it
-        block.arrived.used.set_(rank.block.arrived.used)
+        block.placed.arrived.used.set_(rank.block.placed.arrived.used)
     for call in range(num_calls + case.depth):
         rank.block = blocks[call % case.depth]
         if call >= case.depth:
@@ -88,7 +88,7 @@ def replayed(group, case, num_replays):
     y = rank.answer(0).clone()
     with recorded() as launches:
         rank.exchange.dispatch(x, ids, rank.block, topk_weights=weights)
-        rank.exchange.combine(y, rank.block, out, topk_weights=at_home)
+        rank.exchange.combine(y, rank.block.placed, out, topk_weights=at_home)
     for call in range(num_replays):
         inputs = inputs_of(
             case.world, tokens, case.topk, hidden=case.hidden, dtype=case.dtype, values=case.values, seed=call

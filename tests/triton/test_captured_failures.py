@@ -40,8 +40,8 @@ class Ranks:
 
     def state_of(self, rank):
         """All that a call may write, copied."""
-        control, block = rank.exchange._control, rank.block
-        kept = (*block.arrived[1:], block.routes, rank.everything, self.memory[0], rank.exchange._dispatch.begun)
+        control, block = rank.exchange.control, rank.block
+        kept = (*block.placed.arrived[1:], block.routes, rank.everything, self.memory[0], rank.exchange._dispatch.begun)
         return [one.clone() for one in (*kept, rank.exchange._combine.begun, control.boards)]
 
 
@@ -118,7 +118,7 @@ def test_what_does_not_fit_stops_every_rank_alike_and_then_they_go_on(layout):
     for rank in ranks:
         rank.receive()
         rank.exchange.check()
-        assert int(rank.block.arrived.counts[:, :4].sum()) == int(sum((ids >= 0).sum() for ids in fitting.ids))
+        assert int(rank.block.placed.arrived.counts[:, :4].sum()) == int(sum((ids >= 0).sum() for ids in fitting.ids))
 
 
 @pytest.mark.parametrize("bad", [-2, 5, 2**31, -(2**40)])
@@ -176,7 +176,7 @@ def test_calls_are_checked_before_anything_is_launched():
     with pytest.raises(ValueError, match="call send first"):
         exchange.receive(block)
     with pytest.raises(ValueError, match="call send_rows first"):
-        exchange.sum_rows(block, x)
+        exchange.sum_rows(block.placed, x)
     exchange.send(x, ids, block, topk_weights=weights)
     with pytest.raises(TooManyInFlight, match="its dispatch has begun"):
         exchange.send(x, ids, block, topk_weights=weights)
@@ -191,12 +191,12 @@ def test_calls_are_checked_before_anything_is_launched():
         (r"y is at 0x\w+; outputs says 0x40", y, exchange.outputs_at([64])),
     ):
         with pytest.raises(ValueError, match=wrong):
-            exchange.send_rows(rows, block, outputs=outputs)
-    exchange.send_rows(y, block)
+            exchange.send_rows(rows, block.placed, outputs=outputs)
+    exchange.send_rows(y, block.placed)
     with pytest.raises(ValueError, match=r"out is \[3, 7\] .*; wanted contiguous \[2, H\]"):
-        exchange.sum_rows(block, torch.zeros(3, 7))
+        exchange.sum_rows(block.placed, torch.zeros(3, 7))
     with pytest.raises(ValueError, match=r"topk_weights is torch.float64 \[2, 2\]; wanted torch.float32 \[2, 2\]"):
-        exchange.sum_rows(block, x, topk_weights=weights.double())
+        exchange.sum_rows(block.placed, x, topk_weights=weights.double())
 
 
 def test_memory_is_checked_when_it_is_given():

@@ -17,7 +17,7 @@ from torch import Tensor
 from moecomm.errors import TooManyInFlight
 from moecomm.kernels.base import weights_dtype
 from moecomm.kernels.eager import Form
-from moecomm.kernels.triton.captured_blocks import CapturedBlock, make_block
+from moecomm.kernels.triton.captured_blocks import CapturedBlock, Placed, make_block
 from moecomm.kernels.triton.captured_combine import Outputs, pull_sums, send_outputs, wait_for_ticket
 from moecomm.kernels.triton.captured_messages import count_messages, message_layout
 from moecomm.kernels.triton.captured_plan import plan_messages
@@ -84,6 +84,8 @@ class CapturedExchange:
 
     Attributes:
         tokens_per_expert: `[E_local]` int64: what has arrived in all calls.
+        control, announcements, pushes, experts, sizes, max_topk: for `StaticDispatch`: state on the device, its
+            operations, `expert_rank` and `expert_local`, (Tmax, R, E, E_local), most K so far.
     """
 
     def __init__(
@@ -112,17 +114,17 @@ class CapturedExchange:
             raise ValueError(
                 f"max_in_flight is {max_in_flight}, max_tokens_per_rank {max_tokens_per_rank}, timeout_ns {timeout_ns}"
             )
-        self._experts = expert_rank.contiguous(), expert_local.contiguous()
+        self.experts = expert_rank.contiguous(), expert_local.contiguous()
         num_local = int((expert_rank == rank).sum())
-        self._sizes = max_tokens_per_rank, len(boards), expert_rank.numel(), num_local
-        self._control, operations = make_control(rank, list(boards), device, timeout_ns, 2 * max_in_flight)
-        self._dispatch, self._combine, *_ = operations
+        self.sizes = max_tokens_per_rank, len(boards), expert_rank.numel(), num_local
+        self.control, operations = make_control(rank, list(boards), device, timeout_ns, 2 * max_in_flight)
+        self._dispatch, self._combine, self.announcements, self.pushes = operations
         self._mine = windows[rank], message_bytes
         self._peers = torch.tensor(windows, dtype=torch.int64, device=device), alignment_of(*windows)
         table = torch.tensor(outputs, dtype=torch.int64, device=device)
         self._outputs = Outputs(table, output_bytes, alignment_of(*outputs), outputs[rank])
         self._max_in_flight, self._in_flight = max_in_flight, 0
-        self._max_topk = 1
+        self.max_topk = 1
         self._describe = describe
         self.tokens_per_expert = torch.zeros(num_local, dtype=torch.int64, device=device)
 
@@ -137,7 +139,7 @@ class CapturedExchange:
         Raises:
             ValueError: messages of this form are larger than `message_bytes`.
         """
-        return make_block(form, rows, values, self._mine, self._sizes, self.tokens_per_expert)
+        return make_block(self.control.rank, form, rows, values, self._mine, self.sizes, self.tokens_per_expert)
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, block: CapturedBlock, *, topk_weights: Tensor | None = None
@@ -160,62 +162,63 @@ class CapturedExchange:
             TooManyInFlight: `max_in_flight` calls have begun and are not completed.
         """
         self._check_batch(x, topk_idx, block, topk_weights)
-        self._begin(block.is_sent, "dispatch")
-        block.is_sent, block.num_tokens = True, topk_idx.shape[0]
+        self.begin(block.is_sent, "dispatch")
+        block.is_sent, block.placed.num_tokens = True, topk_idx.shape[0]
         batch = Batch(x, topk_idx, topk_weights)
-        self._max_topk = max(self._max_topk, block.form.num_topk)
+        self.max_topk = max(self.max_topk, block.placed.form.num_topk)
         send_messages(
-            *(self._control, self._dispatch, block.dispatched, batch, self._experts[0]),
+            *(self.control, self._dispatch, block.dispatched, batch, self.experts[0]),
             *(block.windows, self._peers, block.layout, block.signature),
         )
 
     def receive(self, block: CapturedBlock) -> None:
         """Waits on the device for what all ranks have sent and fills the block; rows that no route fills are zero.
 
-        Then `block.arrived` holds counts, `num_tokens_per_expert` and `offsets`, `block.routes[rank, :T]` my routes.
+        Then `block.placed` tells what has arrived and where it is.
         """
         if not block.is_sent:
             raise ValueError("block: nothing was sent that could be received; call send first")
         block.is_sent = False
-        self._in_flight -= 1
-        control, ticket, (expert_rank, _) = self._control, block.dispatched, self._experts
+        self.end()
+        control, ticket, (expert_rank, _) = self.control, block.dispatched, self.experts
         slot = self._dispatch.slot
         count_messages(control, slot, ticket, block.windows, expert_rank, block.signature, block.found)
-        plan_messages(control, slot, ticket, block.found, self._experts, block.form, block.scratch, block.arrived)
+        placed = block.placed
+        plan_messages(control, slot, ticket, block.found, self.experts, placed.form, block.scratch, placed.arrived)
         route_messages(
             *(control, ticket, block.windows, block.layout, block.found, expert_rank, block.scratch.starts),
-            *(block.routes, block.block),
+            *(block.routes, placed.block),
         )
-        place_rows(control, ticket, block.windows, block.layout, block.found.tokens, block.routes, block.block)
-        zero_rows(control.status, block.arrived.spans, block.block)
+        place_rows(control, ticket, block.windows, block.layout, block.found.tokens, block.routes, placed.block)
+        zero_rows(control.status, placed.arrived.spans, placed.block)
 
     def outputs_at(self, addresses: Sequence[int]) -> Outputs:
         """Rows that lie where peers read them already, at these addresses by rank, and need no copy.
 
         They may change again once this rank has received a dispatch that it sent after the combine had been completed.
         """
-        table = torch.tensor(addresses, dtype=torch.int64, device=self._experts[0].device)
-        return Outputs(table, 0, alignment_of(*addresses), addresses[self._control.rank])
+        table = torch.tensor(addresses, dtype=torch.int64, device=self.experts[0].device)
+        return Outputs(table, 0, alignment_of(*addresses), addresses[self.control.rank])
 
     def combine(
         self,
         y: Tensor,
-        block: CapturedBlock,
+        placed: Placed,
         out: Tensor,
         *,
         topk_weights: Tensor | None = None,
         outputs: Outputs | None = None,
     ) -> None:
         """`send_rows` and `sum_rows`."""
-        self.send_rows(y, block, outputs=outputs)
-        self.sum_rows(block, out, topk_weights=topk_weights, outputs=outputs)
+        self.send_rows(y, placed, outputs=outputs)
+        self.sum_rows(placed, out, topk_weights=topk_weights, outputs=outputs)
 
-    def send_rows(self, y: Tensor, block: CapturedBlock, *, outputs: Outputs | None = None) -> None:
+    def send_rows(self, y: Tensor, placed: Placed, *, outputs: Outputs | None = None) -> None:
         """Lets peers read rows; never waits.
 
         Arguments:
-            y: contiguous rows in the order of the block, any dtype; those that no route names are not read.
-            block: of the dispatch that the rows answer.
+            y: contiguous rows in the order of those that arrived, any dtype; those that no route names are not read.
+            placed: what the rows answer.
             outputs: from `outputs_at`, y lies there; None: y is copied.
 
         Raises:
@@ -223,35 +226,35 @@ class CapturedExchange:
             TooManyInFlight: `max_in_flight` calls have begun and are not completed.
         """
         where = outputs or self._outputs
-        if not y.is_contiguous() or y.shape[-1] * y.element_size() * self._num_rows(block) != y.nbytes:
-            raise ValueError(f"y is {list(y.shape)} with strides {y.stride()}; wanted {self._num_rows(block)} rows")
+        if not y.is_contiguous() or y.shape[-1] * y.element_size() * self._num_rows(placed) != y.nbytes:
+            raise ValueError(f"y is {list(y.shape)} with strides {y.stride()}; wanted {self._num_rows(placed)} rows")
         if outputs is None and y.nbytes > where.nbytes:
             raise ValueError(f"y has {y.nbytes} bytes; output_bytes is {where.nbytes}")
         if outputs is not None and y.nbytes and y.data_ptr() != where.mine:
             raise ValueError(f"y is at {y.data_ptr():#x}; outputs says {where.mine:#x}")
-        self._begin(block.is_summing, "combine")
-        block.is_summing = True
+        self.begin(placed.is_summing, "combine")
+        placed.is_summing = True
         rows = y.data_ptr(), y.shape[-1] * y.element_size()
-        arrived = block.arrived
+        arrived = placed.arrived
         send_outputs(
-            *(self._control, self._combine, block.combined, rows),
+            *(self.control, self._combine, placed.combined, rows),
             *(arrived.first_rows, arrived.num_tokens_per_expert, where),
         )
 
     def sum_rows(
-        self, block: CapturedBlock, out: Tensor, *, topk_weights: Tensor | None = None, outputs: Outputs | None = None
+        self, placed: Placed, out: Tensor, *, topk_weights: Tensor | None = None, outputs: Outputs | None = None
     ) -> None:
         """Waits on the device until all rows are ready and sums each token's in ascending k, as `combine_rows` does.
 
         Arguments:
-            block: of the dispatch whose routes are followed.
+            placed: whose routes are followed.
             out: `[T, H]` contiguous, overwritten; T of that dispatch, dtype and H of the rows.
             topk_weights: `[T, K]` contiguous fp32 (fp64 beside fp64 rows), applied here; None: a plain sum.
             outputs: as given to `send_rows`.
         """
-        if not block.is_summing:
-            raise ValueError("block: no rows were sent that could be summed; call send_rows first")
-        shape = block.num_tokens, block.form.num_topk
+        if not placed.is_summing:
+            raise ValueError("placed: no rows were sent that could be summed; call send_rows first")
+        shape = placed.num_tokens, placed.form.num_topk
         if out.dim() != 2 or out.shape[0] != shape[0] or not out.is_contiguous():
             raise ValueError(f"out is {list(out.shape)} with strides {out.stride()}; wanted contiguous [{shape[0]}, H]")
         wide = weights_dtype(out.dtype)
@@ -259,11 +262,11 @@ class CapturedExchange:
             raise ValueError(
                 f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; wanted {wide} {list(shape)}"
             )
-        block.is_summing = False
-        self._in_flight -= 1
-        wait_for_ticket(self._control, self._combine.slot, block.combined)
-        routes = block.routes[self._control.rank, : shape[0]]
-        pull_sums(self._control, block.combined, out, routes, outputs or self._outputs, topk_weights)
+        placed.is_summing = False
+        self.end()
+        wait_for_ticket(self.control, self._combine.slot, placed.combined)
+        routes = placed.routes[: shape[0]]
+        pull_sums(self.control, placed.combined, out, routes, outputs or self._outputs, topk_weights)
 
     def check(self) -> None:
         """Waits for the work given so far and raises what has stopped it; nothing was written since, on any rank.
@@ -274,20 +277,29 @@ class CapturedExchange:
             ValueError: a rank gave an id that is none; every rank raises it and may go on.
             CallMismatch: ranks made calls of different forms.
         """
-        check_control(self._control, num_topk=self._max_topk, describe=self._describe)
+        check_control(self.control, num_topk=self.max_topk, describe=self._describe)
 
-    def _begin(self, is_begun: bool, operation: str) -> None:
+    def begin(self, is_begun: bool, operation: str) -> None:
+        """Counts a call that begins.
+
+        Raises:
+            TooManyInFlight: it or too many others have begun and are not completed.
+        """
         if is_begun:
             raise TooManyInFlight(f"block: its {operation} has begun and is not completed; complete it, or use another")
         if self._in_flight == self._max_in_flight:
             raise TooManyInFlight(f"{self._in_flight} calls are begun; max_in_flight is {self._max_in_flight}")
         self._in_flight += 1
 
-    def _num_rows(self, block: CapturedBlock) -> int:
-        return self._sizes[3] * block.form.capacity if block.form.capacity else block.form.num_rows
+    def end(self) -> None:
+        """Counts a call that is completed."""
+        self._in_flight -= 1
+
+    def _num_rows(self, placed: Placed) -> int:
+        return self.sizes[3] * placed.form.capacity if placed.form.capacity else placed.form.num_rows
 
     def _check_batch(self, x: Tensor, topk_idx: Tensor, block: CapturedBlock, weights: Tensor | None) -> None:
-        form, most = block.form, self._sizes[0]
+        form, most = block.placed.form, self.sizes[0]
         num_tokens = topk_idx.shape[0]
         if topk_idx.shape != (num_tokens, form.num_topk) or topk_idx.dtype not in (torch.int32, torch.int64):
             raise ValueError(

@@ -16,39 +16,54 @@ from moecomm.kernels.triton.captured_messages import Found, MessageLayout, Windo
 from moecomm.kernels.triton.captured_plan import Arrived, Scratch
 from moecomm.kernels.triton.captured_zeros import Block
 
-__all__ = ["CapturedBlock", "make_arrived", "make_block", "make_scratch"]
+__all__ = ["CapturedBlock", "Placed", "make_arrived", "make_block", "make_scratch", "signature_of"]
 
 
 @dataclasses.dataclass
-class CapturedBlock:
-    """The rows of one dispatch, and its routing, until the next dispatch into the same block.
+class Placed:
+    """Rows in fixed memory, and how they go home.
 
     Attributes:
-        form: of messages and rows.
-        block: where the rows are.
-        windows, layout, signature: of messages.
-        found, scratch: what the receiver keeps while it counts and plans.
-        arrived: what it learns: counts, `num_tokens_per_expert`, `offsets`.
-        routes: `[R, Tmax, K]` int64 of all ranks' tokens.
-        dispatched, combined: one int64 each: tickets of the calls that used the block last.
+        form: of the calls that bring them.
+        block: where they are.
+        arrived: what is known of them: counts, `num_tokens_per_expert`, `offsets`.
+        routes: `[Tmax, K]` int64 of my tokens; the first T rows are the last dispatch's.
+        combined: one int64: ticket of the last combine.
         num_tokens: T of the dispatch that was begun last.
-        is_sent, is_summing: a dispatch, a combine has begun and not been completed.
+        is_summing: a combine has begun and is not completed.
     """
 
     form: Form
     block: Block
+    arrived: Arrived
+    routes: Tensor
+    combined: Tensor
+    num_tokens: int = 0
+    is_summing: bool = False
+
+
+@dataclasses.dataclass
+class CapturedBlock:
+    """Everything that belongs to the rows of one low-latency dispatch, until the next into the same block.
+
+    Attributes:
+        placed: the rows.
+        windows, layout, signature: of messages.
+        found, scratch: what the receiver keeps while it counts and plans.
+        routes: `[R, Tmax, K]` int64 of all ranks' tokens.
+        dispatched: one int64: ticket of the last dispatch.
+        is_sent: a dispatch has begun and is not completed.
+    """
+
+    placed: Placed
     windows: Windows
     layout: MessageLayout
     signature: int
     found: Found
     scratch: Scratch
-    arrived: Arrived
     routes: Tensor
     dispatched: Tensor
-    combined: Tensor
-    num_tokens: int = 0
     is_sent: bool = False
-    is_summing: bool = False
 
 
 def make_arrived(num_ranks: int, num_experts: int, num_local: int, device: torch.device) -> Arrived:
@@ -79,6 +94,7 @@ def make_scratch(num_ranks: int, num_experts: int, device: torch.device) -> Scra
 
 
 def make_block(
+    rank: int,
     form: Form,
     rows: int,
     values: int,
@@ -89,6 +105,7 @@ def make_block(
     """A block of rows that are all zero.
 
     Arguments:
+        rank: mine.
         form: of messages and rows.
         rows: address of `[E_local, capacity, H]` or `[num_rows, H]`.
         values: address of the weights, in the same order; 0 without.
@@ -107,20 +124,25 @@ def make_block(
         raise ValueError(f"form needs messages of {layout.nbytes} bytes; message_bytes is {message_bytes}")
     tile = block_tile(max_tokens, form.num_topk)
     blocks = num_ranks * tile.num_blocks
+    arrived = make_arrived(num_ranks, num_experts, num_local, device)._replace(tokens_per_expert=tokens_per_expert)
+    routes = torch.full((num_ranks, max_tokens, form.num_topk), -1, dtype=torch.int64, device=device)
+    block = Block(rows, values, form.row_bytes, form.value_bytes if values else 0)
     return CapturedBlock(
-        form=form,
-        block=Block(rows, values, form.row_bytes, form.value_bytes if values else 0),
+        placed=Placed(form, block, arrived, routes[rank], torch.zeros(1, dtype=torch.int64, device=device)),
         windows=Windows(address, message_bytes, max_tokens, form.num_topk),
         layout=layout,
-        signature=zlib.crc32(repr((tuple(form), max_tokens)).encode()) >> 1,
+        signature=signature_of(form, max_tokens),
         found=Found(
             tokens=torch.zeros(num_ranks, dtype=torch.int64, device=device),
             counts=torch.zeros(blocks, num_experts + num_ranks, dtype=torch.int32, device=device),
             bad=torch.zeros(blocks, 2, dtype=torch.int32, device=device),
         ),
         scratch=make_scratch(num_ranks, num_experts, device),
-        arrived=make_arrived(num_ranks, num_experts, num_local, device)._replace(tokens_per_expert=tokens_per_expert),
-        routes=torch.full((num_ranks, max_tokens, form.num_topk), -1, dtype=torch.int64, device=device),
+        routes=routes,
         dispatched=torch.zeros(1, dtype=torch.int64, device=device),
-        combined=torch.zeros(1, dtype=torch.int64, device=device),
     )
+
+
+def signature_of(form: Form, max_tokens: int) -> int:
+    """A number by which messages of other forms are known, 31 bits."""
+    return zlib.crc32(repr((tuple(form), max_tokens)).encode()) >> 1
