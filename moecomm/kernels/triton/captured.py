@@ -161,7 +161,7 @@ class CapturedExchange:
             ValueError: an argument has another shape than the block's form says.
             TooManyInFlight: `max_in_flight` calls have begun and are not completed.
         """
-        self._check_batch(x, topk_idx, block, topk_weights)
+        self.check_batch(x, topk_idx, block.placed.form, topk_weights)
         self.begin(block.is_sent, "dispatch")
         block.is_sent, block.placed.num_tokens = True, topk_idx.shape[0]
         batch = Batch(x, topk_idx, topk_weights)
@@ -298,9 +298,9 @@ class CapturedExchange:
     def _num_rows(self, placed: Placed) -> int:
         return self.sizes[3] * placed.form.capacity if placed.form.capacity else placed.form.num_rows
 
-    def _check_batch(self, x: Tensor, topk_idx: Tensor, block: CapturedBlock, weights: Tensor | None) -> None:
-        form, most = block.placed.form, self.sizes[0]
-        num_tokens = topk_idx.shape[0]
+    def check_batch(self, x: Tensor, topk_idx: Tensor, form: Form, weights: Tensor | None) -> None:
+        """Raises ValueError if these are not arguments of a dispatch of this form."""
+        num_tokens, most = topk_idx.shape[0], self.sizes[0]
         if topk_idx.shape != (num_tokens, form.num_topk) or topk_idx.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"topk_idx is {topk_idx.dtype} {list(topk_idx.shape)}; wanted int32 or int64 [T, {form.num_topk}]"
