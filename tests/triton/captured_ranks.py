@@ -3,7 +3,6 @@
 Every rank can make everybody's inputs, so each knows what all others send and answer.
 """
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -15,28 +14,12 @@ from window_ranks import fill
 from moecomm.kernels import kernels_for
 from moecomm.kernels.base import weights_dtype
 from moecomm.kernels.eager import Form
-from moecomm.kernels.triton import (
-    captured_announce,
-    captured_combine,
-    captured_messages,
-    captured_plan,
-    captured_rows,
-    captured_send,
-    captured_static,
-    captured_zeros,
-    counts,
-    push,
-)
 from moecomm.kernels.triton.captured import CapturedExchange, captured_memory
-from moecomm.kernels.triton.captured_announce import card_bytes
-from moecomm.kernels.triton.captured_static import StaticDispatch, static_mailbox_bytes
 from moecomm.testing import masked
 from moecomm.testing.contracts.cases import random_rows
 
 GUARD = 64
 TIMEOUT_NS = 10_000_000_000
-MODULES = [captured_combine, captured_messages, captured_plan, captured_rows, captured_send, captured_zeros]
-MODULES += [captured_announce, captured_static, counts, push]
 POISON_WORD = int.from_bytes(bytes([POISON] * 4), "little", signed=True)
 
 
@@ -251,83 +234,3 @@ class CapturedRank:
         for number in range(2 * depth):
             start = self.outputs[self.rank] + number * self.output_bytes + needed.output
             assert bool((bytes_at(start, GUARD) == 0).all()), f"behind outputs {number}"
-
-
-class StaticRank(CapturedRank):
-    """The same for dispatches of throughput mode into blocks of fixed size.
-
-    Arguments:
-        mailboxes, blocks: by rank, addresses of memory as `static_memory` says.
-        read: copies a tensor that peers write to.
-    """
-
-    def __init__(self, case, rank, boards, windows, outputs, mailboxes, blocks, *, read=torch.clone, **options):
-        super().__init__(case, rank, boards, windows, outputs, **options)
-        self.mailboxes, self.read = mailboxes, read
-        value_bytes, values = case.form.value_bytes, None
-        behind = -(-(self.wanted.rows.num_bytes + 2 * GUARD) // GUARD) * GUARD
-        if value_bytes:
-            values = [block + behind for block in blocks]
-        self.parts = [(blocks[rank], len(self.wanted.rows.whole))]
-        self.parts += [(values[rank], len(self.wanted.values.whole))] if values else []
-        for (start, nbytes), memory in zip(self.parts, (self.wanted.rows, self.wanted.values), strict=False):
-            fill_bytes(start + memory.num_bytes, nbytes - memory.num_bytes)
-        self.static = StaticDispatch(self.exchange, mailboxes)
-        self.block = self.static.block(case.form, blocks, values)
-
-    def announce(self, inputs):
-        weights = None if inputs.weights is None else inputs.weights[self.rank]
-        arguments = inputs.rows[self.rank], inputs.ids[self.rank], self.block
-        self.batch = self.static.announce(*arguments, topk_weights=weights)
-
-    def send(self, inputs):
-        self.announce(inputs)
-
-    def receive(self):
-        self.static.push(self.batch)
-        self.static.arrive(self.block)
-
-    @property
-    def everything(self):
-        parts = [self.read(bytes_at(start, nbytes)) for start, nbytes in self.parts]
-        return torch.cat(parts if len(parts) == 2 else [*parts, self.wanted.values.whole])
-
-    def poison(self, call):
-        num_windows = self.exchange.control.num_windows
-        nbytes = self.case.num_ranks * card_bytes(self.case.num_experts, self.case.num_ranks)
-        start = self.mailboxes[self.rank] + call % num_windows * nbytes
-        fill[(1,)](start, nbytes // 4, POISON_WORD, BLOCK=triton.next_power_of_2(nbytes // 4))
-
-
-def fill_bytes(start, nbytes):
-    bytes_at(start, nbytes).fill_(POISON)
-
-
-def static_memory(case):
-    """Bytes of all memory of a `StaticRank` but for blocks, and of those with guards behind rows and weights."""
-    sizes = {"num_ranks": case.num_ranks, "num_experts": case.num_experts, "max_in_flight": case.depth}
-    rows = case.form.num_rows * (case.row_bytes + case.form.value_bytes)
-    return *case.memory()[:3], static_mailbox_bytes(**sizes), rows + 6 * GUARD
-
-
-@contextlib.contextmanager
-def recorded():
-    """Launches of captured calls are not made but kept, as a graph does: kernels and arguments, the very same ones."""
-    launches = []
-
-    def keep(*args, **constants):
-        launches.append((args, constants))
-
-    plain = captured_send.launch
-    for module in MODULES:
-        module.launch = keep
-    try:
-        yield launches
-    finally:
-        for module in MODULES:
-            module.launch = plain
-
-
-def replay(launches):
-    for args, constants in launches:
-        captured_send.launch(*args, **constants)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from captured_ranks import CapturedRank, Case, recorded, replay
+from captured_ranks import CapturedRank, Case
+from captured_replay import recorded, replay
 from eager_cases import inputs_of
 
 from moecomm.testing import launch, masked, with_duplicates

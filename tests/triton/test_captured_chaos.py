@@ -1,23 +1,26 @@
 """Captured calls when memory and schedule are as unkind as a GPU's may be; mistakes in the protocol must come out."""
 
 import pytest
-import torch
-import triton
-import triton.language as tl
-from captured_ranks import GUARD, CapturedRank, Case
+from captured_mistakes import (
+    acquire_one_too_few,
+    acquire_without_barrier,
+    last_by_relaxed_arrival,
+    last_without_barrier,
+    release_nothing,
+)
+from captured_ranks import CapturedRank, Case
+from captured_worlds import places_in
 from interpreter_chaos import Chaos
 
 from moecomm.errors import CallMismatch
-from moecomm.kernels.triton import captured, captured_messages, captured_plan, captured_send, lanes, signals
+from moecomm.kernels.triton import captured, captured_messages, captured_plan, captured_send, signals
 
 SEEDS = range(2)
 MISTAKE_SEEDS = range(6)
 
 
 def exchange(case, seed, num_calls, *, in_pairs=True):
-    sizes = case.memory()[:3]
-    memory = [torch.zeros(case.num_ranks, size // 8 + 8, dtype=torch.int64) for size in sizes]
-    places = [[-(-row.data_ptr() // GUARD) * GUARD for row in one] for one in memory]
+    memory, places = places_in(case.num_ranks, case.memory()[:3])
     ranks = [CapturedRank(case, rank, *places) for rank in range(case.num_ranks)]
 
     def body(rank):
@@ -45,48 +48,6 @@ def test_right_kernels_bear_it(case, seed):
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def release_nothing(boards, num_boards, lane, n, BOARDS: tl.constexpr):
-    tl.debug_barrier()
-
-
-@triton.jit
-def last_without_barrier(arrivals):
-    before = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
-    tl.debug_barrier()
-    is_last = before == tl.num_programs(0) - 1
-    if is_last:
-        tl.store(arrivals, 0)
-    return is_last
-
-
-@triton.jit
-def last_by_relaxed_arrival(arrivals):
-    tl.debug_barrier()
-    before = tl.atomic_add(arrivals, 1, sem="relaxed", scope="gpu")
-    tl.debug_barrier()
-    is_last = before == tl.num_programs(0) - 1
-    if is_last:
-        tl.store(arrivals, 0)
-    return is_last
-
-
-@triton.jit
-def acquire_one_too_few(board, slot, at_least, num_ranks, status, timeout_ns, RANKS: tl.constexpr):
-    return lanes.acquire_lanes(board, slot, at_least - 1, num_ranks, status, timeout_ns, RANKS)
-
-
-@triton.jit
-def acquire_without_barrier(board, slot, at_least, num_ranks, status, timeout_ns, RANKS: tl.constexpr):
-    is_rank = tl.arange(0, RANKS) < num_ranks
-    counters = (board + (slot * num_ranks + tl.arange(0, RANKS)) * 8).to(tl.pointer_type(tl.int64))
-    num_behind = 1
-    while num_behind > 0:
-        seen = tl.atomic_add(counters, 0, mask=is_rank, sem="acquire", scope="sys")
-        num_behind = tl.sum((is_rank & (seen < at_least)).to(tl.int32))
-    return num_behind
 
 
 def signal_first(patch):

@@ -5,8 +5,8 @@ All ranks are in this process: what is sent is there before anybody waits for it
 
 import pytest
 import torch
-from captured_ranks import GUARD, CapturedRank, Case
-from kernel_cases import assert_same_bits
+from captured_ranks import Case
+from captured_worlds import Ranks, assert_unchanged
 
 from moecomm.errors import CallMismatch, PeerTimeout, TooManyInFlight
 from moecomm.kernels.triton.captured import CapturedExchange
@@ -14,40 +14,6 @@ from moecomm.kernels.triton.captured_state import CapacityExceeded
 from moecomm.testing import with_duplicates
 
 SOON_NS = 20_000_000
-
-
-class Ranks:
-    """All ranks of a case, and their memory."""
-
-    def __init__(self, case, **options):
-        self.case = case
-        sizes = case.memory()[:3]
-        self.memory = [torch.zeros(case.num_ranks, size // 8 + 8, dtype=torch.int64) for size in sizes]
-        places = [[-(-row.data_ptr() // GUARD) * GUARD for row in one] for one in self.memory]
-        self.ranks = [CapturedRank(case, rank, *places, **options) for rank in range(case.num_ranks)]
-
-    def __iter__(self):
-        return iter(self.ranks)
-
-    def dispatch(self, call, inputs=None):
-        inputs = self.case.inputs(call) if inputs is None else inputs
-        for rank in self:
-            rank.send(inputs)
-        for rank in self:
-            rank.receive()
-            rank.exchange.check()
-            rank.compare(inputs, call)
-
-    def state_of(self, rank):
-        """All that a call may write, copied."""
-        control, block = rank.exchange.control, rank.block
-        kept = (*block.placed.arrived[1:], block.routes, rank.everything, self.memory[0], rank.exchange._dispatch.begun)
-        return [one.clone() for one in (*kept, rank.exchange._combine.begun, control.boards)]
-
-
-def assert_unchanged(before, after):
-    for one, other in zip(before, after, strict=True):
-        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("case", [Case(3, "slab", num_experts=4), Case(2, "expert_major", values=None)], ids=str)
