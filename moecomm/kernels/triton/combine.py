@@ -16,7 +16,47 @@ from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded, widened
 from moecomm.kernels.triton.runtime import Addresses, alignment_of, launch, table_of
 from moecomm.kernels.triton.tiles import numbers_of, route_pointers, row_pointers, tile_of
 
-__all__ = ["combine_rows", "combine_rows_kernel", "compile_cases"]
+__all__ = ["combine_rows", "combine_rows_kernel", "compile_cases", "summed_rows"]
+
+
+@triton.jit
+def summed_rows(
+    first: tl.tensor,
+    first_weight: tl.tensor,
+    num_slots: tl.int32,
+    is_token: tl.tensor,
+    c: tl.tensor,
+    is_column: tl.tensor,
+    addresses: tl.tensor,
+    row_bytes: tl.int64,
+    HAS_WEIGHTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """`[TOKENS, COLUMNS]`: the rows that routes name, summed over p in ascending order.
+
+    Arguments:
+        first, first_weight: `[TOKENS]` pointers to each token's first route and weight; num_slots of them follow.
+        c: `[1, COLUMNS]`, where is_column.
+    """
+    total = tl.zeros((TOKENS, COLUMNS), dtype=WIDE)
+    # Unrolled, so that the loads of several rows are on their way together; the sums keep their order.
+    for p in tl.range(0, num_slots, loop_unroll_factor=4):
+        route = tl.load(first + p, mask=is_token, other=-1)
+        is_route = route >= 0
+        place = route_pointers(route, addresses, row_bytes, DTYPE, ALIGNMENT)
+        # The sum is never -0, so adding the 0 of an absent row leaves it as it is.
+        row = tl.load(place + c, mask=is_route[:, None] & is_column, other=0.0)
+        row = widened(row, WIDE)
+        if HAS_WEIGHTS:
+            weight = tl.load(first_weight + p, mask=is_route, other=0.0)
+            total = total + weight[:, None] * row
+        else:
+            total = total + row
+    return total
 
 
 @triton.jit(do_not_specialize=["out", "num_tokens", "num_units", "num_slots"])
@@ -55,22 +95,22 @@ def combine_rows_kernel(
     c = ((program % num_pieces) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_token = t < num_tokens
     is_column = c < num_columns
-    first = routes + t * num_slots
-    first_weight = weights + t * num_slots
-    total = tl.zeros((TOKENS, COLUMNS), dtype=WIDE)
-    # Unrolled, so that the loads of several rows are on their way together; the sums keep their order.
-    for p in tl.range(0, num_slots, loop_unroll_factor=4):
-        route = tl.load(first + p, mask=is_token, other=-1)
-        is_route = route >= 0
-        place = route_pointers(route, addresses, row_bytes, DTYPE, ALIGNMENT)
-        # The sum is never -0, so adding the 0 of an absent row leaves it as it is.
-        row = tl.load(place + c, mask=is_route[:, None] & is_column, other=0.0)
-        row = widened(row, WIDE)
-        if HAS_WEIGHTS:
-            weight = tl.load(first_weight + p, mask=is_route, other=0.0)
-            total = total + weight[:, None] * row
-        else:
-            total = total + row
+    total = summed_rows(
+        routes + t * num_slots,
+        weights + t * num_slots,
+        num_slots,
+        is_token,
+        c,
+        is_column,
+        addresses,
+        row_bytes,
+        HAS_WEIGHTS,
+        WIDE,
+        DTYPE,
+        ALIGNMENT,
+        TOKENS,
+        COLUMNS,
+    )
     target = tl.cast(out, tl.int64) + t * row_bytes
     tl.store(row_pointers(target, DTYPE, ALIGNMENT) + c, rounded(total, DTYPE), mask=is_token[:, None] & is_column)
 

@@ -1,0 +1,64 @@
+"""One rank of throughput dispatches into blocks of fixed size, beside the reference; as in captured_ranks.py."""
+
+import torch
+import triton
+from captured_ranks import GUARD, POISON_WORD, CapturedRank
+from eager_cases import POISON
+from kernel_cases import bytes_at
+from window_ranks import fill
+
+from moecomm.kernels.triton.captured_announce import card_bytes
+from moecomm.kernels.triton.captured_static import StaticDispatch, static_mailbox_bytes
+
+
+class StaticRank(CapturedRank):
+    """One rank.
+
+    Arguments:
+        mailboxes, blocks: by rank, addresses of memory as `static_memory` says.
+        read: copies a tensor that peers write to.
+    """
+
+    def __init__(self, case, rank, boards, windows, outputs, mailboxes, blocks, *, read=torch.clone, **options):
+        super().__init__(case, rank, boards, windows, outputs, **options)
+        self.mailboxes, self.read = mailboxes, read
+        value_bytes, values = case.form.value_bytes, None
+        behind = -(-(self.wanted.rows.num_bytes + 2 * GUARD) // GUARD) * GUARD
+        if value_bytes:
+            values = [block + behind for block in blocks]
+        self.parts = [(blocks[rank], len(self.wanted.rows.whole))]
+        self.parts += [(values[rank], len(self.wanted.values.whole))] if values else []
+        for (start, nbytes), memory in zip(self.parts, (self.wanted.rows, self.wanted.values), strict=False):
+            whole = bytes_at(start, nbytes)
+            whole[: case.shift] = POISON
+            whole[case.shift + memory.num_bytes :] = POISON
+        self.static = StaticDispatch(self.exchange, mailboxes)
+        rows, values = ([start + case.shift for start in one] if one else None for one in (blocks, values))
+        self.block = self.static.block(case.form, rows, values)
+
+    def send(self, inputs):
+        weights = None if inputs.weights is None else inputs.weights[self.rank]
+        arguments = inputs.rows[self.rank], inputs.ids[self.rank], self.block
+        self.batch = self.static.announce(*arguments, topk_weights=weights)
+
+    def receive(self):
+        self.static.push(self.batch)
+        self.static.arrive(self.block)
+
+    @property
+    def everything(self):
+        parts = [self.read(bytes_at(start, nbytes)) for start, nbytes in self.parts]
+        return torch.cat(parts if len(parts) == 2 else [*parts, self.wanted.values.whole])
+
+    def poison(self, call):
+        num_windows = self.exchange.control.num_windows
+        nbytes = self.case.num_ranks * card_bytes(self.case.num_experts, self.case.num_ranks)
+        start = self.mailboxes[self.rank] + call % num_windows * nbytes
+        fill[(1,)](start, nbytes // 4, POISON_WORD, BLOCK=triton.next_power_of_2(nbytes // 4))
+
+
+def static_memory(case):
+    """Bytes of all memory of a `StaticRank` but for blocks, and of those with guards behind rows and weights."""
+    sizes = {"num_ranks": case.num_ranks, "num_experts": case.num_experts, "max_in_flight": case.depth}
+    rows = case.form.num_rows * (case.row_bytes + case.form.value_bytes)
+    return *case.memory()[:3], static_mailbox_bytes(**sizes), rows + 6 * GUARD

@@ -1,0 +1,243 @@
+"""Throughput dispatch into blocks of fixed size: the reference's rows, replayed, under chaos, and what goes wrong."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from captured_mistakes import acquire_one_too_few, acquire_without_barrier, last_by_relaxed_arrival
+from captured_ranks import Case
+from captured_replay import recorded, replay
+from captured_worlds import StaticRanks, assert_unchanged, places_in
+from interpreter_chaos import Chaos
+from static_ranks import StaticRank, static_memory
+
+from moecomm.errors import CallMismatch, PeerTimeout
+from moecomm.kernels.triton import captured_announce, captured_send, captured_static, signals
+from moecomm.kernels.triton.captured_state import CapacityExceeded
+from moecomm.testing import launch, masked, with_duplicates
+from moecomm.transports.peers import gather_peers
+from moecomm.transports.shm import ShmTransport
+
+SOON_NS = 20_000_000
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, "expert_major", num_experts=3),
+        Case(2, "expert_major", hidden=33, values=torch.float64, dtype=torch.float64, topk=3),
+        Case(3, "expert_major", num_experts=2, values=None, alignment=4),
+        Case(4, "expert_major", num_experts=70, topk=5, most=30, hidden=2, alignment=1),
+    ],
+    ids=str,
+)
+def test_blocks_are_the_references(case):
+    ranks = StaticRanks(case)
+    for call in range(7 if case.most < 10 else 2):
+        ranks.dispatch(call, case.inputs(call, routing=with_duplicates if call % 2 else masked))
+
+
+def start(group, case):
+    transport = ShmTransport(group, gather_peers(group), 1)
+    rank = StaticRank(case, group.rank, *[transport.addresses(transport.allocate(n)) for n in static_memory(case)])
+    group.all_gather(None)
+
+    def end():
+        group.all_gather(None)
+        transport.close()
+
+    return rank, end
+
+
+def call_after_call(group, case, num_calls):
+    rank, end = start(group, case)
+    for call in range(num_calls):
+        rank.pair(call, case.inputs(call, routing=with_duplicates if call % 3 == 2 else masked))
+    end()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_processes_dispatch_and_combine(num_ranks):
+    case = Case(num_ranks, "expert_major", hidden=9, dtype=torch.float16)
+    launch(call_after_call, num_ranks, case, 8, backend="processes", timeout=60)
+
+
+def replayed(group, case, num_replays):
+    rank, end = start(group, case)
+    tokens = [3, 0, case.most][: group.size]
+    mine = tokens[group.rank]
+    x, ids = torch.zeros(mine, case.hidden, dtype=case.dtype), torch.full((mine, case.topk), -1)
+    weights = torch.zeros(mine, case.topk)
+    with recorded() as launches:
+        rank.static.dispatch(x, ids, rank.block, topk_weights=weights)
+    for call in range(num_replays):
+        inputs = case.inputs(call, tokens)
+        for kept, given in ((x, inputs.rows), (ids, inputs.ids), (weights, inputs.weights)):
+            kept.copy_(given[group.rank])
+        replay(launches)
+        rank.exchange.check()
+        rank.compare(inputs, call)
+    end()
+
+
+def test_launches_can_be_replayed_with_new_contents():
+    launch(replayed, 3, Case(3, "expert_major", hidden=16), 6, backend="processes", timeout=60)
+
+
+# -- under chaos -------------------------------------------------------------------------------------------------------
+
+
+def exchange(case, seed, num_calls):
+    memory, places = places_in(case.num_ranks, static_memory(case))
+    chaos = Chaos(seed, shared=memory, max_steps=600_000)
+    ranks = [StaticRank(case, rank, *places, read=chaos.read) for rank in range(case.num_ranks)]
+
+    def body(rank):
+        def calls():
+            for call in range(num_calls):
+                rank.dispatch(call, case.inputs(call))
+
+        return calls
+
+    chaos.run(*[body(rank) for rank in ranks])
+
+
+CHAOS = Case(2, "expert_major", num_experts=3, hidden=4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_right_kernels_bear_it(seed):
+    exchange(CHAOS, seed, 3)
+
+
+MISTAKES = {
+    "plans before all cards are there": (captured_announce, "acquire_lanes", acquire_one_too_few),
+    "no barrier behind the acquire": (captured_announce, "acquire_lanes", acquire_without_barrier),
+    "cards behind a relaxed arrival": (captured_send, "is_last_program", last_by_relaxed_arrival),
+    "does not wait for the last rows": (signals, "acquire_lanes", acquire_one_too_few),
+    "nothing becomes zero": (captured_static, "zero_rows", lambda *args: None),
+}
+
+
+def is_caught(case):
+    for seed in range(8):
+        try:
+            exchange(case, seed, 4)
+        except (AssertionError, CallMismatch, ValueError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_mistake_comes_out_with_one_of_eight_seeds(mistake, monkeypatch):
+    monkeypatch.setattr(*MISTAKES[mistake])
+    assert is_caught(CHAOS), "wrong kernels have given right rows with every seed"
+
+
+def test_one_mailbox_too_few_comes_out():
+    """A rank that is ahead writes over a card that a peer still counts."""
+    assert is_caught(replace(CHAOS, too_few_windows=1))
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_never_announces_is_named_and_nothing_is_written():
+    case = Case(3, "expert_major")
+    ranks = StaticRanks(case, timeout_ns=SOON_NS)
+    ranks.dispatch(0)
+    inputs = case.inputs(1)
+    me, other, _ = ranks
+    me.send(inputs)
+    other.send(inputs)
+    before = ranks.state_of(me)
+    me.receive()
+    with pytest.raises(PeerTimeout, match=r"announcement #1: .* rank 2: counter at 1, expected 2") as caught:
+        me.exchange.check()
+    assert caught.value.peers == (2,)
+    assert_unchanged(before, ranks.state_of(me))
+    other.receive()
+    with pytest.raises(PeerTimeout, match="announcement #1"):
+        other.exchange.check()
+    assert_unchanged(before, [*ranks.state_of(me)[:-2], *before[-2:]])
+
+
+def test_a_peer_that_announces_and_then_pushes_nothing_is_named():
+    case = Case(2, "expert_major")
+    ranks = StaticRanks(case, timeout_ns=SOON_NS)
+    inputs = case.inputs(1)
+    for rank in ranks:
+        rank.send(inputs)
+    ranks.ranks[0].receive()
+    with pytest.raises(PeerTimeout, match=r"push #0: .* rank 1: counter at 0, expected 1"):
+        ranks.ranks[0].exchange.check()
+
+
+def test_what_does_not_fit_stops_every_rank_alike_and_then_they_go_on():
+    case = Case(3, "expert_major", num_experts=4, topk=3, alignment=2)
+    ranks = StaticRanks(case)
+    for rank in ranks:
+        full = rank.block
+        places = full.addresses.tolist(), full.values.tolist()
+        rank.block = rank.static.block(case.form._replace(num_rows=8), *places)
+    found = set()
+    for call in range(2):
+        inputs = case.inputs(call, [4, 4, 4], routing=with_duplicates)
+        for rank in ranks:
+            rank.send(inputs)
+        for rank in ranks:
+            before = ranks.state_of(rank)
+            rank.receive()
+            with pytest.raises(CapacityExceeded, match=rf"announcement #{call}: .* room for 8") as caught:
+                rank.exchange.check()
+            found.add((call, caught.value.index, caught.value.need, caught.value.room))
+            assert_unchanged(before, ranks.state_of(rank))
+    assert len(found) == 2
+    for rank in ranks:
+        rank.block = rank.static.block(case.form, *places)
+    ranks.dispatch(2)
+
+
+def test_an_id_that_is_none_and_another_form_stop_every_rank():
+    case = Case(2, "expert_major", most=300)
+    ranks = StaticRanks(case)
+    inputs = case.inputs(0, [2, 300])
+    inputs.ids[1][290, 1] = 2**40
+    inputs.ids[1][291, 0] = -5
+    for rank in ranks:
+        rank.send(inputs)
+    for rank in ranks:
+        before = ranks.state_of(rank)
+        rank.receive()
+        with pytest.raises(ValueError, match=r"announcement #0: topk_idx\[290, 1\] = 1099511627776 of rank 1 is not"):
+            rank.exchange.check()
+        assert_unchanged(before, ranks.state_of(rank))
+    ranks.dispatch(1, case.inputs(1, [3, 1]))
+    other = ranks.ranks[1]
+    places = other.block.addresses.tolist(), other.block.values.tolist()
+    other.block = other.static.block(case.form._replace(alignment=1), *places)
+    inputs = case.inputs(2, [3, 1])
+    for rank in ranks:
+        rank.send(inputs)
+    for rank in ranks:
+        rank.receive()
+        with pytest.raises(CallMismatch, match=rf"announcement #2: what rank {1 - rank.rank} has sent"):
+            rank.exchange.check()
+
+
+def test_blocks_are_checked_when_they_are_made():
+    case = Case(2, "expert_major")
+    ranks = StaticRanks(case)
+    static, form = ranks.ranks[0].static, case.form
+    for wrong, arguments in {
+        "form has slabs of 4 rows": (form._replace(capacity=4), [16, 16], [16, 16]),
+        "values is None; form has weights of 4 bytes": (form, [16, 16], None),
+        r"rows is \[16\]; wanted 2 addresses, multiples of 16": (form, [16], [16, 16]),
+        r"values is \[16, 8\]; wanted 2 addresses, multiples of 16": (form, [16, 16], [16, 8]),
+    }.items():
+        with pytest.raises(ValueError, match=wrong):
+            static.block(*arguments)
+    with pytest.raises(ValueError, match="mailboxes has 1 addresses; there are 2 ranks"):
+        captured_static.StaticDispatch(ranks.ranks[0].exchange, [64])
+    with pytest.raises(ValueError, match="no dispatch has begun"):
+        static.arrive(ranks.ranks[0].block)
