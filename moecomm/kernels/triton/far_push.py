@@ -1,0 +1,327 @@
+"""Runs of bytes to ranks whose memory has no address here, and one signal to each rank behind all of its bytes.
+
+    R ranks   N runs: bytes that lie next to each other in both places   lane: see `lanes`
+
+Pointer or put is decided by tables: a kernel that stores rows is given the address of a near rank's memory, and for
+a far rank that of packed memory of one's own. What was packed is put from there, run by run. The signal to a near rank
+is a release of its lane, as it has been stored to by earlier kernels of the stream; the signal to a far rank follows
+its puts: behind a fence and on the last of them if one program makes them all, else behind every program's quiet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.lanes import FAILED, SEEN, release_lane
+from moecomm.kernels.triton.nvshmem_device import (
+    DeviceLibrary,
+    fence,
+    launch_linked,
+    put,
+    put_signal,
+    quiet,
+    signal,
+)
+from moecomm.kernels.triton.runtime import check_device
+
+__all__ = ["FarRun", "Runs", "Wire", "check_status", "far_push", "far_push_kernel", "linked_cases", "make_runs"]
+
+_MOST_BYTES = 1 << 20  # a put of this size keeps a network busy; more of them spread over the programs of a rank
+
+
+@triton.jit
+def is_last_part(arrivals: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    """Whether the other programs of this rank have come here; as `lanes.is_last_program` for a part of a grid."""
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    is_last = before == PARTS - 1
+    if is_last:
+        tl.store(arrivals, 0)
+    return is_last
+
+
+@triton.jit(
+    do_not_specialize=["source", "region", "rank", "num_ranks", "board", "lane", "n"],
+    do_not_specialize_on_alignment=["runs", "starts", "boards", "pes", "arrivals", "status"],
+)
+def far_push_kernel(
+    runs: tl.tensor,
+    starts: tl.tensor,
+    source: tl.int64,
+    region: tl.int64,
+    rank: tl.int32,
+    num_ranks: tl.int32,
+    boards: tl.tensor,
+    pes: tl.tensor,
+    board: tl.int64,
+    lane: tl.int64,
+    n: tl.int64,
+    arrivals: tl.tensor,
+    status: tl.tensor,
+    HAS_STATUS: tl.constexpr,
+    QUIET: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """PARTS programs for each rank, those behind me first: put its runs if it is far, signal it in any case.
+
+    Arguments:
+        runs: `[N, 3]` int64, by rank: offset in the region, offset from the source, bytes (at least 1).
+        starts: `[R + 1]` int64: where the runs of each rank begin.
+        source: address of what is put; in the symmetric heap.
+        region: address of my part of the region.
+        boards: `[R]` int64: address of each rank's board here, 0 = the rank is far.
+        pes: `[R]` int32: PE of each rank.
+        board: address of my board.
+        arrivals: `[R]` int32, as in `is_last_part`; unused if PARTS is 1.
+        HAS_STATUS: nothing is put or signalled once a wait has failed.
+        QUIET: what was put may change once the kernel has ended.
+    """
+    to = (rank + 1 + tl.program_id(0) // PARTS) % num_ranks
+    part = tl.program_id(0) % PARTS
+    failed = tl.cast(0, tl.int64)
+    if HAS_STATUS:
+        failed = tl.atomic_add(status + FAILED, 0, sem="relaxed", scope="gpu")  # the same for all threads
+    if failed == 0:
+        if tl.load(boards + to) != 0:
+            if part == 0:
+                release_lane(boards + to, 1, lane, n, 1)
+        else:
+            pe = tl.load(pes + to)
+            counter = board + lane * 8
+            run = tl.load(starts + to)
+            end = tl.load(starts + to + 1)
+            if PARTS == 1:
+                last = end - 1
+                for i in range(run, last):
+                    put(region + tl.load(runs + 3 * i), source + tl.load(runs + 3 * i + 1), tl.load(runs + 3 * i + 2), pe)
+                if run < last:
+                    fence()
+                if run < end:
+                    put_signal(
+                        region + tl.load(runs + 3 * last),
+                        source + tl.load(runs + 3 * last + 1),
+                        tl.load(runs + 3 * last + 2),
+                        counter,
+                        n,
+                        pe,
+                    )
+                else:
+                    signal(counter, n, pe)
+                if QUIET:
+                    quiet()
+            else:
+                for i in range(run + part, end, PARTS):
+                    put(region + tl.load(runs + 3 * i), source + tl.load(runs + 3 * i + 1), tl.load(runs + 3 * i + 2), pe)
+                quiet()
+                if is_last_part(arrivals + to, PARTS):
+                    signal(counter, n, pe)
+
+
+class FarRun(NamedTuple):
+    """Bytes that go to a far rank.
+
+    Attributes:
+        rank: the far rank.
+        target: their offset in its part of the region.
+        source: their offset in what is put.
+        nbytes: how many; 0 = none, then the run is left out.
+    """
+
+    rank: int
+    target: int
+    source: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs as kernels read them, from `make_runs`.
+
+    Attributes:
+        table: `[N, 3]` int64, as in `far_push_kernel`.
+        starts: `[R + 1]` int64.
+        region_bytes, source_bytes: what the region and the source must have at least.
+    """
+
+    table: Tensor
+    starts: Tensor
+    region_bytes: int
+    source_bytes: int
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How one rank reaches the others, as kernels need it.
+
+    Attributes:
+        rank: mine.
+        boards: `[R]` int64 on the device: address of each rank's board here, 0 = the rank is far. Mine has one.
+        pes: `[R]` int32 on the device: PE of each rank in NVSHMEM.
+        board: address of my board, in the symmetric heap like those of the others.
+        num_slots: of a board.
+        library: what kernels are linked with; None where Triton interprets.
+
+    Raises:
+        ValueError: a table is not as said.
+    """
+
+    rank: int
+    boards: Tensor
+    pes: Tensor
+    board: int
+    num_slots: int
+    library: DeviceLibrary | None = None
+
+    def __post_init__(self) -> None:
+        for name, table, dtype in (("boards", self.boards, torch.int64), ("pes", self.pes, torch.int32)):
+            if table.dtype is not dtype or table.dim() != 1 or not table.is_contiguous():
+                raise ValueError(f"{name} is {table.dtype} {list(table.shape)}; wanted contiguous {dtype} [R]")
+        if self.pes.shape != self.boards.shape or self.pes.device != self.boards.device:
+            raise ValueError(
+                f"pes is {list(self.pes.shape)} on {self.pes.device}, boards {list(self.boards.shape)} on "
+                f"{self.boards.device}; they must be alike"
+            )
+        if not 0 <= self.rank < self.boards.numel():
+            raise ValueError(f"rank is {self.rank}, but boards has {self.boards.numel()} addresses")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.boards.numel()
+
+    def lane(self, slot: int) -> int:
+        """The lane of mine of a slot.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot is {slot}; a board has {self.num_slots}")
+        return slot * self.num_ranks + self.rank
+
+
+def make_runs(
+    runs: Sequence[FarRun], num_ranks: int, device: torch.device | str, *, most_bytes: int = _MOST_BYTES
+) -> Runs:
+    """Sorts runs by rank, in the order given, and cuts long ones into pieces of at most `most_bytes`.
+
+    Raises:
+        ValueError: a run names no rank, or is not in front of it.
+    """
+    if most_bytes < 1:
+        raise ValueError(f"most_bytes is {most_bytes}; at least 1 is needed")
+    by_rank: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    for run in runs:
+        if not 0 <= run.rank < num_ranks or min(run.target, run.source, run.nbytes) < 0:
+            raise ValueError(f"runs has {run}; there are {num_ranks} ranks, and no number may be negative")
+        by_rank[run.rank] += [
+            (run.target + at, run.source + at, min(most_bytes, run.nbytes - at))
+            for at in range(0, run.nbytes, most_bytes)
+        ]
+    starts = [0]
+    for pieces in by_rank:
+        starts.append(starts[-1] + len(pieces))
+    table = [piece for pieces in by_rank for piece in pieces]
+    return Runs(
+        torch.tensor(table, dtype=torch.int64).reshape(-1, 3).to(device),
+        torch.tensor(starts, dtype=torch.int64).to(device),
+        region_bytes=max((run.target + run.nbytes for run in runs), default=0),
+        source_bytes=max((run.source + run.nbytes for run in runs), default=0),
+    )
+
+
+def check_status(status: Tensor, wire: Wire) -> None:
+    """Refuses what `signals.make_status` has not made for so many ranks.
+
+    Raises:
+        ValueError: it is of another kind, size or device.
+    """
+    words, device = SEEN.value + wire.num_ranks, wire.boards.device
+    if status.dtype is not torch.int64 or status.shape != (words,) or status.device != device:
+        raise ValueError(
+            f"status is {status.dtype} {list(status.shape)} on {status.device}; wanted torch.int64 [{words}] on {device}"
+        )
+
+
+def far_push(
+    wire: Wire,
+    runs: Runs,
+    *,
+    source: int,
+    region: int,
+    slot: int,
+    n: int = 1,
+    parts: int = 1,
+    quiet: bool = True,
+    arrivals: Tensor | None = None,
+    status: Tensor | None = None,
+) -> None:
+    """Puts runs to far ranks and signals all ranks, after all work that the current stream has been given before.
+
+    Arguments:
+        wire: who is reached how.
+        runs: from `make_runs`; none for near ranks.
+        source, region: addresses, as in `far_push_kernel`; `runs` must lie inside of both.
+        slot: of every rank's board; n is added to my lane of it.
+        parts: programs per rank. 1: least latency; more where one program does not keep the network busy.
+        quiet: what lies at the source may change when the kernel has ended. Without it only after every far rank has
+            answered; with parts above 1 it holds in any case.
+        arrivals: `[R]` int32 zeros, if parts is above 1: for one launch at a time.
+        status: from `signals.make_status`; once a wait has failed, nothing is put or signalled.
+
+    Raises:
+        ValueError: an argument is not as said.
+    """
+    device = check_device("boards", wire.boards)
+    num_ranks, lane = wire.num_ranks, wire.lane(slot)
+    if runs.starts.shape != (num_ranks + 1,) or runs.starts.device != device or runs.table.device != device:
+        raise ValueError(
+            f"runs is for {runs.starts.numel() - 1} ranks on {runs.starts.device}; wanted {num_ranks} on {device}"
+        )
+    if n < 0 or parts < 1:
+        raise ValueError(f"n is {n} and parts is {parts}; at least 0 and 1 are needed")
+    if parts > 1 and (
+        arrivals is None or arrivals.dtype is not torch.int32 or arrivals.shape != (num_ranks,) or arrivals.device != device
+    ):
+        found = "None" if arrivals is None else f"{arrivals.dtype} {list(arrivals.shape)} on {arrivals.device}"
+        raise ValueError(f"arrivals is {found}; with {parts} parts wanted torch.int32 [{num_ranks}] on {device}")
+    if status is not None:
+        check_status(status, wire)
+    launch_linked(
+        far_push_kernel,
+        num_ranks * parts,
+        device,
+        wire.library,
+        *(runs.table, runs.starts, source, region, wire.rank, num_ranks, wire.boards, wire.pes, wire.board, lane, n),
+        *(wire.pes if arrivals is None else arrivals, wire.boards if status is None else status),
+        HAS_STATUS=status is not None,
+        QUIET=quiet,
+        PARTS=parts,
+    )
+
+
+def linked_cases() -> list[CompileCase]:
+    """One program and four per rank; without and with a status."""
+    return [
+        CompileCase(
+            name=f"far_push {parts} {'part' if parts == 1 else 'parts'}{', unless a wait has failed' if status else ''}",
+            kernel=far_push_kernel,
+            signature={
+                **dict.fromkeys(["runs", "starts", "boards", "status"], "*i64"),
+                **dict.fromkeys(["source", "region", "board", "lane", "n"], "i64"),
+                **dict.fromkeys(["rank", "num_ranks"], "i32"),
+                **dict.fromkeys(["pes", "arrivals"], "*i32"),
+                **dict.fromkeys(["HAS_STATUS", "QUIET", "PARTS"], "constexpr"),
+            },
+            constexprs={"HAS_STATUS": status, "QUIET": True, "PARTS": parts},
+        )
+        for parts, status in ((1, False), (4, True))
+    ]
