@@ -93,6 +93,7 @@ class LateNetwork:
             self._fenced[self._program()] = [op for op in self._under_way if op.program == self._program()]
 
     def quiet(self):
+        time.sleep(self._random.choice([0, 0, 0.002, 0.01]))  # what is slow is what a peer must not have missed
         with self._lock:
             self.calls.append("quiet")
             mine = [op for op in self._under_way if op.program == self._program()]

@@ -32,7 +32,7 @@ def test_rows_to_near_and_far_ranks_arrive_bit_by_bit(num_ranks, parts, layout):
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gives_other_rows_with_one_of_a_few_seeds(mistake):
     parts = 3 if mistake in ("no quiet", "first part signals") else 1
-    for seed in range(8):
+    for seed in range(12):
         form = Form(seed, parts, mistake=mistake)
         if any(wrong for _, wrong, _ in launch(exchange, 3, form, backend="processes", timeout=60)):
             return
