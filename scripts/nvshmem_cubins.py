@@ -30,7 +30,7 @@ import triton  # noqa: E402
 from moecomm.kernels.triton import far_push, far_wait, ptx_rules  # noqa: E402
 from moecomm.kernels.triton.compile_case import CompileCase  # noqa: E402
 from moecomm.kernels.triton.cross_compile import Compiled, cross_compile  # noqa: E402
-from moecomm.kernels.triton.nvshmem_device import DeviceLibrary  # noqa: E402
+from moecomm.kernels.triton.nvshmem_device import linked_with  # noqa: E402
 from moecomm.transports.nvshmem_library import NvshmemLibrary, find_library, library_in  # noqa: E402
 
 CASES = [*far_push.linked_cases(), *far_wait.linked_cases()]
@@ -52,9 +52,8 @@ def compile_one(case: CompileCase, library: NvshmemLibrary, capability: int, cac
     bitcode = library.bitcode(capability)
     if bitcode is None:
         return {**result, "faults": [f"{Path(library.path).parent} has no bitcode for sm_{capability}"]}
-    linked = DeviceLibrary(bitcode, initialise=lambda module: None).extern_libs
     try:
-        compiled = cross_compile(case, capability, cache, linked)
+        compiled = cross_compile(case, capability, cache, linked_with(bitcode))
     except Exception as error:  # noqa: BLE001  whatever a compiler raises: the other kernels are looked at all the same
         return {**result, "bitcode": bitcode.name, "faults": [f"{type(error).__name__}: {error}"]}
     faults = faults_of(compiled)

@@ -30,7 +30,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # These name things that exist once per kind; only their registry may know them by name.
 CONCRETE = {
     "transports": {"base", "peers", "registry"},
-    "kernels": {"base", "choices", "eager", "experts", "registry"},
+    "kernels": {"base", "choices", "eager", "experts", "registry", "wire"},
     "codecs": {"base", "registry"},
 }
 SPEAKS_TO_PEOPLE = {"cli", "demo", "bench", "__main__"}

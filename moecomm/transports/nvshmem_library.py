@@ -81,7 +81,11 @@ def library_folders() -> list[Path]:
     home = os.environ.get("NVSHMEM_HOME", "")
     folders = [Path(home, "lib"), Path(home, "lib64")] if home else []
     wheels = importlib.util.find_spec("nvidia")  # a folder of several packages' parts; looking imports none of them
-    folders += [Path(place, "nvshmem", "lib") for place in (wheels.submodule_search_locations or []) if place] if wheels else []
+    folders += (
+        [Path(place, "nvshmem", "lib") for place in (wheels.submodule_search_locations or []) if place]
+        if wheels
+        else []
+    )
     system = (
         "/usr/local/nvshmem/lib",
         "/opt/nvidia/nvshmem/lib",
@@ -98,7 +102,7 @@ def library_folders() -> list[Path]:
 
 
 def library_in(folders: Iterable[Path]) -> NvshmemLibrary:
-    """The first NVSHMEM in these folders; its version is read from the headers beside it, and not refused if unknown."""
+    """The first NVSHMEM in these folders; its version is read from the headers beside it; unknown is no fault."""
     for folder in folders:
         if not (folder / _NAME).is_file():
             continue

@@ -35,6 +35,8 @@ class Peer:
         in_process: the group consists of threads of one process.
         ucx_problem: the sentence why UCX cannot be used in this process; empty if it can, or if nobody has looked
             because the ranks share a host.
+        nvshmem_problem: the sentence why NVSHMEM cannot be used in this process; empty if it can, or if nobody has
+            looked because the tensors are not on CUDA.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class Peer:
     device_type: str
     in_process: bool
     ucx_problem: str = ""
+    nvshmem_problem: str = ""
 
 
 def _process_token() -> str:
@@ -92,5 +95,10 @@ def gather_peers(group: Group, device_type: str = "cpu") -> list[Peer]:
         # All must know who has UCX, to choose alike. Where shared memory reaches, it is not even loaded.
         from moecomm.transports.ucx_library import find_library
 
-        peers = group.all_gather(dataclasses.replace(me, ucx_problem=find_library().problem))
+        me = dataclasses.replace(me, ucx_problem=find_library().problem)
+        peers = group.all_gather(me)
+    if device_type == "cuda":
+        from moecomm.transports.nvshmem_engine import problem_here
+
+        peers = group.all_gather(dataclasses.replace(me, nvshmem_problem=problem_here()))
     return peers

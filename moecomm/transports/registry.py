@@ -21,6 +21,7 @@ _known: dict[str, str] = {
     "shm": "moecomm.transports.shm:ShmTransport",
     "shm+ucx": "moecomm.transports.composed:ComposedTransport",
     "ucx": "moecomm.transports.ucx:UcxTransport",
+    "nvshmem": "moecomm.transports.nvshmem:NvshmemTransport",
 }
 
 

@@ -1,11 +1,12 @@
-"""Ranks on several "hosts" in real processes: rows by kernels, near ones stored, far ones put through a late network.
+"""Ranks on several "hosts", in processes: rows by kernels, near ones stored, far ones put through a late network.
 
     R ranks, two of them on each host   heap: what a rank has, at the same offsets everywhere
 
 heap:   board [SLOTS, R] int64 | received rows [MOST_ROWS, H] | packed rows [MOST_ROWS, H]
 
-In each round every rank is granted the others' received rows, pushes its own, packs far ones, puts them in runs, poisons
-what it has packed, waits, and compares with what `plan_exchange` says that it must have got. Rank r has PE R - 1 - r.
+In each round every rank is granted the others' received rows, pushes its own, packs far ones, puts them in runs,
+poisons what it has packed, waits, and compares with what `plan_exchange` says that it must have got. Rank r has the PE
+R - 1 - r.
 """
 
 import ctypes
@@ -21,9 +22,10 @@ from moecomm.algorithms.far_rows import FarRows
 from moecomm.algorithms.plan import plan_exchange
 from moecomm.kernels.reference import ReferenceRowKernels
 from moecomm.kernels.triton import far_push, far_wait, nvshmem_device, signals
-from moecomm.kernels.triton.far_push import FarRun, Wire, make_runs
+from moecomm.kernels.triton.far_push import FarRun, make_runs
 from moecomm.kernels.triton.lanes import release_lane
 from moecomm.kernels.triton.rows import TritonRowKernels
+from moecomm.kernels.wire import Wire
 from moecomm.placement import Placement
 from moecomm.transports.peers import gather_peers
 from moecomm.transports.shm import ShmTransport
@@ -66,9 +68,8 @@ def broken_push(
             nvshmem_device.quiet()
             if part == 0:
                 nvshmem_device.signal(board + lane * 8, n, pe)
-        if MISTAKE == "no quiet":
-            if far_push.is_last_part(arrivals + to, PARTS):
-                nvshmem_device.signal(board + lane * 8, n, pe)
+        if MISTAKE == "no quiet" and far_push.is_last_part(arrivals + to, PARTS):
+            nvshmem_device.signal(board + lane * 8, n, pe)
         if MISTAKE == "no fence":
             nvshmem_device.signal(board + lane * 8, n, pe)
         if MISTAKE != "first part signals" and MISTAKE != "no quiet":
@@ -158,9 +159,7 @@ class FarRank:
             addresses[peer] = part
         kernels.push_rows(sent.x[rank], packed.routes(kernels, sent.ids[rank]), addresses)
         runs = [
-            FarRun(
-                peer, self.received_at + there * ROW_BYTES, self.packed_at + here * ROW_BYTES, count * ROW_BYTES
-            )
+            FarRun(peer, self.received_at + there * ROW_BYTES, self.packed_at + here * ROW_BYTES, count * ROW_BYTES)
             for peer in self.far
             for there, here, count in packed.runs(peer)
         ]

@@ -1,9 +1,9 @@
 """A network that keeps no promise it has not made: it stands in for NVSHMEM under interpreted kernels.
 
-Between real processes: an address of mine is translated to the same place in a peer's memory. A put is cut into pieces,
-each of which reads its source when it is delivered, at a random time and in random order; a signal is delivered as soon
-as it may be, often before bytes that were put earlier. Whoever calls `quiet`, or a thread of the network if nobody does,
-delivers what is under way.
+Between real processes: an address of mine is translated to the same place in a peer's memory. A put is cut into
+pieces, each of which reads its source when it is delivered, at a random time and in random order; a signal is delivered
+as soon as it may be, often before bytes that were put earlier. Whoever calls `quiet`, or a thread of the network if
+nobody does, delivers what is under way.
 
 A fence and a quiet are read as narrowly as one can: they are about what the program that calls them has put since its
 kernel began, or what kernels before it have.

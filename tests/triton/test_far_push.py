@@ -8,9 +8,10 @@ from far_ranks import MISTAKES, Form, Round, exchange
 from triton.runtime.errors import InterpreterError
 
 from moecomm.kernels.triton import signals
-from moecomm.kernels.triton.far_push import FarRun, Wire, far_push, make_runs
+from moecomm.kernels.triton.far_push import FarRun, far_push, make_runs
 from moecomm.kernels.triton.far_wait import far_wait
 from moecomm.kernels.triton.nvshmem_device import interpret_with
+from moecomm.kernels.wire import Wire
 from moecomm.testing import launch
 
 
@@ -61,7 +62,9 @@ def wire(**changes):
 
 
 def push(runs=None, **changes):
-    far_push(wire(), make_runs([], 2, "cpu") if runs is None else runs, **{"source": 0, "region": 0, "slot": 0, **changes})
+    far_push(
+        wire(), make_runs([], 2, "cpu") if runs is None else runs, **{"source": 0, "region": 0, "slot": 0, **changes}
+    )
 
 
 @pytest.mark.parametrize(

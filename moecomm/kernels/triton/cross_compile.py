@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton import knobs
@@ -76,8 +77,14 @@ def cross_compile(
     positions = {name: position for position, name in enumerate(case.kernel.arg_names)}
     attrs = {(positions[name],): [["tt.divisibility", divisor]] for name, divisor in (case.attrs or {}).items()}
     source = ASTSource(case.kernel, case.signature, case.constexprs, attrs)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": False}
-    linked = {name: [path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for name, path in (libraries or {}).items()}
+    options: dict[str, Any] = {
+        "num_warps": case.num_warps,
+        "num_stages": case.num_stages,
+        "enable_fp_fusion": False,
+    }
+    linked = {
+        name: [path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for name, path in (libraries or {}).items()
+    }
     key = json.dumps([triton.__version__, source.hash(), case.name, capability, options, linked])
     options |= {"extern_libs": dict(libraries)} if libraries else {}
     kept = cache / f"{hashlib.sha256(key.encode()).hexdigest()}.json"

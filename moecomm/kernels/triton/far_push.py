@@ -22,7 +22,6 @@ from torch import Tensor
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.lanes import FAILED, SEEN, release_lane
 from moecomm.kernels.triton.nvshmem_device import (
-    DeviceLibrary,
     fence,
     launch_linked,
     put,
@@ -31,8 +30,9 @@ from moecomm.kernels.triton.nvshmem_device import (
     signal,
 )
 from moecomm.kernels.triton.runtime import check_device
+from moecomm.kernels.wire import Wire
 
-__all__ = ["FarRun", "Runs", "Wire", "check_status", "far_push", "far_push_kernel", "linked_cases", "make_runs"]
+__all__ = ["FarRun", "Runs", "check_status", "far_push", "far_push_kernel", "linked_cases", "make_runs"]
 
 _MOST_BYTES = 1 << 20  # a put of this size keeps a network busy; more of them spread over the programs of a rank
 
@@ -102,7 +102,12 @@ def far_push_kernel(
             if PARTS == 1:
                 last = end - 1
                 for i in range(run, last):
-                    put(region + tl.load(runs + 3 * i), source + tl.load(runs + 3 * i + 1), tl.load(runs + 3 * i + 2), pe)
+                    put(
+                        region + tl.load(runs + 3 * i),
+                        source + tl.load(runs + 3 * i + 1),
+                        tl.load(runs + 3 * i + 2),
+                        pe,
+                    )
                 if run < last:
                     fence()
                 if run < end:
@@ -120,7 +125,12 @@ def far_push_kernel(
                     quiet()
             else:
                 for i in range(run + part, end, PARTS):
-                    put(region + tl.load(runs + 3 * i), source + tl.load(runs + 3 * i + 1), tl.load(runs + 3 * i + 2), pe)
+                    put(
+                        region + tl.load(runs + 3 * i),
+                        source + tl.load(runs + 3 * i + 1),
+                        tl.load(runs + 3 * i + 2),
+                        pe,
+                    )
                 quiet()
                 if is_last_part(arrivals + to, PARTS):
                     signal(counter, n, pe)
@@ -156,56 +166,6 @@ class Runs:
     starts: Tensor
     region_bytes: int
     source_bytes: int
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How one rank reaches the others, as kernels need it.
-
-    Attributes:
-        rank: mine.
-        boards: `[R]` int64 on the device: address of each rank's board here, 0 = the rank is far. Mine has one.
-        pes: `[R]` int32 on the device: PE of each rank in NVSHMEM.
-        board: address of my board, in the symmetric heap like those of the others.
-        num_slots: of a board.
-        library: what kernels are linked with; None where Triton interprets.
-
-    Raises:
-        ValueError: a table is not as said.
-    """
-
-    rank: int
-    boards: Tensor
-    pes: Tensor
-    board: int
-    num_slots: int
-    library: DeviceLibrary | None = None
-
-    def __post_init__(self) -> None:
-        for name, table, dtype in (("boards", self.boards, torch.int64), ("pes", self.pes, torch.int32)):
-            if table.dtype is not dtype or table.dim() != 1 or not table.is_contiguous():
-                raise ValueError(f"{name} is {table.dtype} {list(table.shape)}; wanted contiguous {dtype} [R]")
-        if self.pes.shape != self.boards.shape or self.pes.device != self.boards.device:
-            raise ValueError(
-                f"pes is {list(self.pes.shape)} on {self.pes.device}, boards {list(self.boards.shape)} on "
-                f"{self.boards.device}; they must be alike"
-            )
-        if not 0 <= self.rank < self.boards.numel():
-            raise ValueError(f"rank is {self.rank}, but boards has {self.boards.numel()} addresses")
-
-    @property
-    def num_ranks(self) -> int:
-        return self.boards.numel()
-
-    def lane(self, slot: int) -> int:
-        """The lane of mine of a slot.
-
-        Raises:
-            ValueError: there is no such slot.
-        """
-        if not 0 <= slot < self.num_slots:
-            raise ValueError(f"slot is {slot}; a board has {self.num_slots}")
-        return slot * self.num_ranks + self.rank
 
 
 def make_runs(
@@ -247,7 +207,8 @@ def check_status(status: Tensor, wire: Wire) -> None:
     words, device = SEEN.value + wire.num_ranks, wire.boards.device
     if status.dtype is not torch.int64 or status.shape != (words,) or status.device != device:
         raise ValueError(
-            f"status is {status.dtype} {list(status.shape)} on {status.device}; wanted torch.int64 [{words}] on {device}"
+            f"status is {status.dtype} {list(status.shape)} on {status.device}; wanted torch.int64 [{words}] on "
+            f"{device}"
         )
 
 
@@ -289,7 +250,10 @@ def far_push(
     if n < 0 or parts < 1:
         raise ValueError(f"n is {n} and parts is {parts}; at least 0 and 1 are needed")
     if parts > 1 and (
-        arrivals is None or arrivals.dtype is not torch.int32 or arrivals.shape != (num_ranks,) or arrivals.device != device
+        arrivals is None
+        or arrivals.dtype is not torch.int32
+        or arrivals.shape != (num_ranks,)
+        or arrivals.device != device
     ):
         found = "None" if arrivals is None else f"{arrivals.dtype} {list(arrivals.shape)} on {arrivals.device}"
         raise ValueError(f"arrivals is {found}; with {parts} parts wanted torch.int32 [{num_ranks}] on {device}")
@@ -312,7 +276,7 @@ def linked_cases() -> list[CompileCase]:
     """One program and four per rank; without and with a status."""
     return [
         CompileCase(
-            name=f"far_push {parts} {'part' if parts == 1 else 'parts'}{', unless a wait has failed' if status else ''}",
+            name=f"far_push with {parts} per rank{', unless a wait has failed' if status else ''}",
             kernel=far_push_kernel,
             signature={
                 **dict.fromkeys(["runs", "starts", "boards", "status"], "*i64"),

@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.triton.compile_case import CompileCase
-from moecomm.kernels.triton.far_push import Wire, check_status
+from moecomm.kernels.triton.far_push import check_status
 from moecomm.kernels.triton.lanes import acquire_lanes
 from moecomm.kernels.triton.nvshmem_device import launch_linked, refresh
 from moecomm.kernels.triton.runtime import check_device
+from moecomm.kernels.wire import Wire
 
 __all__ = ["far_wait", "far_wait_kernel", "linked_cases"]
 
@@ -48,12 +49,14 @@ def far_wait(wire: Wire, slot: int, at_least: int | Tensor, *, status: Tensor, t
     device = check_device("boards", wire.boards)
     wire.lane(slot)
     check_status(status, wire)
-    is_tensor = isinstance(at_least, Tensor)
-    if is_tensor and (at_least.dtype is not torch.int64 or at_least.numel() != 1 or at_least.device != device):
+    value, expected = (0, at_least) if isinstance(at_least, Tensor) else (at_least, status)
+    if isinstance(at_least, Tensor) and (
+        at_least.dtype is not torch.int64 or at_least.numel() != 1 or at_least.device != device
+    ):
         raise ValueError(
-            f"at_least is {at_least.dtype} {list(at_least.shape)} on {at_least.device}; wanted one torch.int64 on {device}"
+            f"at_least is {at_least.dtype} {list(at_least.shape)} on {at_least.device}; wanted one torch.int64 on "
+            f"{device}"
         )
-    value, expected = (0, at_least) if is_tensor else (at_least, status)
     if value < 0 or timeout_ns < 0:
         raise ValueError(f"at_least is {value} and timeout_ns is {timeout_ns}; neither may be negative")
     launch_linked(
@@ -62,7 +65,7 @@ def far_wait(wire: Wire, slot: int, at_least: int | Tensor, *, status: Tensor, t
         device,
         wire.library,
         *(wire.board, slot, value, expected, wire.num_ranks, status, timeout_ns),
-        FROM_MEMORY=is_tensor,
+        FROM_MEMORY=isinstance(at_least, Tensor),
         RANKS=triton.next_power_of_2(wire.num_ranks),
     )
 

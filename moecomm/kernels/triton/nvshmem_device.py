@@ -19,8 +19,6 @@ that of 3.8 needs Triton 3.7. Where Triton interprets, something must stand in f
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,13 +27,14 @@ import triton
 import triton.language as tl
 
 from moecomm.kernels.triton.runtime import NUM_WARPS, is_interpreted, launch
+from moecomm.kernels.wire import DeviceLibrary
 
 __all__ = [
-    "DeviceLibrary",
     "Network",
     "fence",
     "interpret_with",
     "launch_linked",
+    "linked_with",
     "put",
     "put_signal",
     "quiet",
@@ -94,9 +93,7 @@ def _put(target: Any, source: Any, nbytes: Any, pe: Any, _semantic: Any = None) 
     return _call("put", [target, source, nbytes, pe], (_INT64, _INT64, _INT64, _INT32), _semantic)
 
 
-def _put_signal(
-    target: Any, source: Any, nbytes: Any, counter: Any, n: Any, pe: Any, _semantic: Any = None
-) -> Any:
+def _put_signal(target: Any, source: Any, nbytes: Any, counter: Any, n: Any, pe: Any, _semantic: Any = None) -> Any:
     types = (_INT64, _INT64, _INT64, _INT64, _INT64, _INT32)
     return _call("put_signal", [target, source, nbytes, counter, n, pe], types, _semantic)
 
@@ -168,22 +165,9 @@ def refresh(counter: tl.int64) -> None:
     tl.debug_barrier()
 
 
-@dataclass(frozen=True)
-class DeviceLibrary:
-    """The NVSHMEM that kernels are linked with.
-
-    Arguments:
-        bitcode: of the architecture.
-        initialise: called with the handle (CUmodule) of each module before a kernel in it is launched.
-    """
-
-    bitcode: Path
-    initialise: Callable[[int], None]
-
-    @property
-    def extern_libs(self) -> dict[str, str]:
-        """What Triton links, in this order."""
-        return {"moecomm_nvshmem": str(_BINDINGS), "libnvshmem_device": str(self.bitcode)}
+def linked_with(bitcode: Path) -> dict[str, str]:
+    """What Triton links with a kernel that calls NVSHMEM, by name, in this order."""
+    return {"moecomm_nvshmem": str(_BINDINGS), "libnvshmem_device": str(bitcode)}
 
 
 _ready: set[tuple[Any, ...]] = set()
@@ -206,8 +190,13 @@ def launch_linked(
         return
     if library is None:
         raise ValueError(f"library is None; {kernel.__name__} must be linked with NVSHMEM")
-    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False, "extern_libs": library.extern_libs, **constexprs}
-    form = (kernel, device, library.bitcode, *sorted(constexprs.items()))
+    options = {
+        "num_warps": NUM_WARPS,
+        "enable_fp_fusion": False,
+        "extern_libs": linked_with(library.bitcode),
+        **constexprs,
+    }
+    form = (kernel, device, library, *sorted(constexprs.items()))
     with _ready_lock:
         if form not in _ready:
             # Each module has its own copy of NVSHMEM's state, which must be filled in before anything runs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from moecomm.kernels.triton.ptx import Function, Instruction, access_widths, parse
 
@@ -28,14 +28,13 @@ class _State(NamedTuple):
         stored: a store that no barrier has followed.
         bulk: a bulk store that was not waited for; a barrier does not help it.
         acquired: an acquire that no barrier has followed.
+        ended: the same for a call of a network's fence, quiet or refresh, which one thread makes for all.
     """
 
     stored: Instruction | None = None
     bulk: Instruction | None = None
     acquired: Instruction | None = None
-
-
-_Flags = TypeVar("_Flags", bound=tuple[Instruction | None, ...])
+    ended: Instruction | None = None
 
 
 def release_faults(ptx: str) -> list[str]:
@@ -47,7 +46,7 @@ def release_faults(ptx: str) -> list[str]:
     """
     faults: list[str] = []
     for function in parse(ptx):
-        for instruction, before in _reached(function, _after, _State()):
+        for instruction, before in _reached(function):
             if not instruction.is_release:
                 continue
             store = before.bulk or before.stored
@@ -66,7 +65,7 @@ def acquire_faults(ptx: str) -> list[str]:
     """
     faults: list[str] = []
     for function in parse(ptx):
-        for instruction, before in _reached(function, _after, _State()):
+        for instruction, before in _reached(function):
             is_load = instruction.is_load and not instruction.is_acquire
             is_row = (instruction.is_store and instruction.width >= _ROW_WIDTH) or instruction.is_bulk_store
             if before.acquired is not None and (is_load or is_row):
@@ -78,34 +77,23 @@ def acquire_faults(ptx: str) -> list[str]:
     return faults
 
 
-class _Wire(NamedTuple):
-    """What may have happened before an instruction, since the last barrier.
-
-    Attributes:
-        stored: a store of this or another thread.
-        ended: a fence, quiet or refresh, which one thread calls for all.
-    """
-
-    stored: Instruction | None = None
-    ended: Instruction | None = None
-
-
 def network_faults(ptx: str) -> list[str]:
     """Calls of NVSHMEM (nvshmem_device.ll) that a block barrier should set apart from others; empty = none.
 
-    One must stand between stores and what puts or signals; and between a fence, quiet or refresh, which the first thread
-    calls for all, and every later load, release, put or signal. Kernels call nothing else.
+    One must stand between stores and what puts or signals; and between a fence, quiet or refresh, which the first
+    thread calls for all, and every later load, release, put or signal. Kernels call nothing else.
     """
     faults: list[str] = []
     for function in parse(ptx):
         if not any(_network_call(one) for one in function.body) or _NETWORK_CALL.search(function.name):
             continue
-        for instruction, before in _reached(function, _after_on_wire, _Wire()):
+        for instruction, before in _reached(function):
             called = _network_call(instruction)
             if instruction.opcode == "call" and not called and not _is_harmless(instruction):
                 faults.append(f"{function.name}: what is called is not looked at: {instruction}")
-            if called and called not in _ENDS_EARLIER_PUTS and before.stored is not None:
-                faults.append(f"{function.name}: no block barrier between {before.stored} and {instruction}")
+            stored = before.stored or before.bulk or before.acquired
+            if called and called not in _ENDS_EARLIER_PUTS and stored is not None:
+                faults.append(f"{function.name}: no block barrier between {stored} and {instruction}")
             if before.ended is not None and (called or instruction.is_release or instruction.is_load):
                 faults.append(f"{function.name}: no block barrier between {before.ended} and {instruction}")
     return faults
@@ -115,16 +103,6 @@ def _network_call(instruction: Instruction) -> str:
     """What it calls of NVSHMEM: "put", "quiet"; or nothing."""
     found = _NETWORK_CALL.search(instruction.operands) if instruction.opcode == "call" else None
     return found[1] if found else ""
-
-
-def _after_on_wire(function: Function, instruction: Instruction, state: _Wire) -> _Wire:
-    if instruction.is_block_barrier(function.num_threads):
-        return _Wire()
-    if _network_call(instruction) in _ENDS_EARLIER_PUTS:
-        return state._replace(ended=state.ended or instruction)
-    if instruction.is_store or instruction.is_bulk_store or instruction.is_atomic:
-        return state._replace(stored=state.stored or instruction)
-    return state
 
 
 def width_faults(ptx: str) -> list[str]:
@@ -157,18 +135,16 @@ def spill_faults(ptxas_log: str) -> list[str]:
     return [one[0] for one in found if int(one[1]) or int(one[2])]
 
 
-def _reached(
-    function: Function, after_one: Callable[[Function, Instruction, _Flags], _Flags], start: _Flags
-) -> list[tuple[Instruction, _Flags]]:
+def _reached(function: Function) -> list[tuple[Instruction, _State]]:
     """Each instruction that a path from the entry reaches, and what may have happened before it."""
-    before: dict[int, _Flags] = {0: start} if function.body else {}
+    before: dict[int, _State] = {0: _State()} if function.body else {}
     waiting = [0] if function.body else []
     while waiting:
         index = waiting.pop()
-        after = after_one(function, function.body[index], before[index])
+        after = _after(function, function.body[index], before[index])
         for successor in _successors(function, index):
             known = before.get(successor)
-            merged = after if known is None else type(known)(*(a or b for a, b in zip(known, after, strict=True)))
+            merged = after if known is None else _State(*(a or b for a, b in zip(known, after, strict=True)))
             if merged != known:
                 before[successor] = merged
                 waiting.append(successor)
@@ -177,7 +153,9 @@ def _reached(
 
 def _after(function: Function, instruction: Instruction, state: _State) -> _State:
     if instruction.is_block_barrier(function.num_threads):
-        return state._replace(stored=None, acquired=None)
+        return state._replace(stored=None, acquired=None, ended=None)
+    if _network_call(instruction) in _ENDS_EARLIER_PUTS:
+        return state._replace(ended=state.ended or instruction)
     if instruction.is_bulk_store:
         return state._replace(bulk=state.bulk or instruction)
     if instruction.opcode == "cp" and instruction.has("wait_group") and instruction.has("bulk"):
@@ -213,11 +191,7 @@ def _calls(function: Function, concerns: Callable[[Instruction], bool]) -> list[
     if not any(concerns(one) for one in function.body):
         return []
     calls = [one for one in function.body if one.opcode == "call"]
-    return [
-        f"{function.name}: what is called is not looked at: {one}"
-        for one in calls
-        if not _is_harmless(one)
-    ]
+    return [f"{function.name}: what is called is not looked at: {one}" for one in calls if not _is_harmless(one)]
 
 
 def _is_harmless(call: Instruction) -> bool:
