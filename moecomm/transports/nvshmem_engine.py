@@ -11,7 +11,7 @@ import torch
 
 from moecomm.transports.nvshmem_library import find_library, missing_package
 
-__all__ = ["Engine", "EngineError", "Nvshmem4py", "problem_here"]
+__all__ = ["Engine", "EngineError", "Nvshmem4py", "fill", "problem_here"]
 
 _STATUS = {
     1: "an invalid value",
@@ -111,12 +111,12 @@ class Nvshmem4py:
         return bytes(self._call("make a unique id", self._core.get_unique_id)._data.tobytes())
 
     def start(self, unique_id: bytes, rank: int, num_ranks: int) -> None:
-        torch.cuda.synchronize()  # so that the current device has a context
-        # What the bindings make of their own is 128 bytes in a structured array, which is filled in here.
         made = self._core.get_unique_id(empty=True)
-        made._data.view(np.uint8)[:] = np.frombuffer(unique_id, dtype=np.uint8)
+        fill(made, unique_id)
+        operation = f"start as rank {rank} of {num_ranks}"
+        self._call(operation, torch.cuda.synchronize)  # so that the current device has a context
         self._call(
-            f"start as rank {rank} of {num_ranks}",
+            operation,
             self._core.init,
             uid=made,
             rank=rank,
@@ -124,7 +124,7 @@ class Nvshmem4py:
             initializer_method="uid",
         )
         if not self.is_started():
-            raise EngineError(f"start as rank {rank} of {num_ranks}", reason="it has not found the GPU")
+            raise EngineError(operation, reason="it has not found the GPU")
 
     def finish(self) -> None:
         self._call("finish", self._core.finalize)
@@ -171,6 +171,11 @@ class Nvshmem4py:
             return function(*args, **options)
         except Exception as error:  # whatever kind nvshmem4py, cuda.core or torch raise: all are NVSHMEM's to us
             raise EngineError(operation, int(getattr(error, "status", 0)), str(error)) from error
+
+
+def fill(made: Any, unique_id: bytes) -> None:
+    """Fills in a unique id of nvshmem4py, which holds its bytes in an array of one record."""
+    made._data.view(np.uint8).reshape(-1)[:] = np.frombuffer(unique_id, dtype=np.uint8)
 
 
 def _load() -> None:
