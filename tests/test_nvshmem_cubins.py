@@ -15,24 +15,58 @@ from moecomm.transports.nvshmem_library import find_library
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "nvshmem_cubins.py"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+needs_nvshmem = pytest.mark.skipif(bool(find_library().problem), reason=f"needs NVSHMEM: {find_library().problem}")
+
+
+def run_program(*arguments):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True, check=False, timeout=280
+    )
 
 
 def run_script(*flags):
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, flags)], env=env, capture_output=True, text=True, timeout=280
-    )
+    return run_program(SCRIPT, *flags)
 
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.skipif(bool(find_library().problem), reason=f"needs NVSHMEM: {find_library().problem}")
+@needs_nvshmem
 def test_every_kernel_that_calls_nvshmem_becomes_a_cubin(tmp_path):
     done = run_script("--json", tmp_path / "results.json", "--capabilities", 90)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert {one["kernel"] for one in results} == {"far_push_kernel", "far_wait_kernel"}
     assert not [(one["name"], one["faults"]) for one in results if one["faults"]]
+
+
+@needs_triton
+@needs_nvshmem
+@pytest.mark.slow
+def test_a_launch_initialises_each_module_once_before_it_runs():
+    program = ROOT / "tests" / "launched_linked.py"
+    done = run_program(program, find_library().bitcode(90))
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["events"] == [
+        *("initialise 1001", "launch far_push_kernel", "initialise 1002", "launch far_wait_kernel"),
+        *("launch far_push_kernel", "launch far_wait_kernel") * 2,
+    ]
+    cases = [ROOT / "moecomm" / "kernels" / "triton" / f"{name}.py" for name in ("far_push", "far_wait")]
+    for (kernel, signature), case in zip(answer["compiled"], cases, strict=True):
+        # What is compiled without a GPU (linked_cases) is what is launched on one.
+        assert kernel == f"{case.stem}_kernel"
+        assert signature == declared(case.stem)
+
+
+def declared(name):
+    program = (
+        f"import json; from moecomm.kernels.triton.{name} import linked_cases as cases; "
+        "print(json.dumps(cases()[0].signature))"
+    )
+    done = run_program("-c", program)
+    return json.loads(done.stdout)
 
 
 @needs_triton
