@@ -17,6 +17,8 @@ import os
 import re
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ sys.path.insert(0, str(ROOT))
 import triton  # noqa: E402
 
 from moecomm.kernels.triton import far_push, far_wait, ptx_rules  # noqa: E402
-from moecomm.kernels.triton.compile_case import CompileCase  # noqa: E402
 from moecomm.kernels.triton.cross_compile import Compiled, cross_compile  # noqa: E402
 from moecomm.kernels.triton.nvshmem_device import linked_with  # noqa: E402
 from moecomm.transports.nvshmem_library import NvshmemLibrary, find_library, library_in  # noqa: E402
@@ -46,8 +47,9 @@ def faults_of(compiled: Compiled) -> list[str]:
     return faults + ptx_rules.network_faults(compiled.ptx)
 
 
-def compile_one(case: CompileCase, library: NvshmemLibrary, capability: int, cache: Path) -> dict[str, Any]:
-    """Numbers and faults of one kernel, as plain values."""
+def compile_one(index: int, library: NvshmemLibrary, capability: int, cache: Path) -> dict[str, Any]:
+    """Numbers and faults of one kernel of CASES, as plain values."""
+    case = CASES[index]
     result = {"name": case.name, "kernel": case.kernel.__name__, "capability": capability, "nvshmem": library.version}
     bitcode = library.bitcode(capability)
     if bitcode is None:
@@ -64,6 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="where libnvshmem_host.so.3 is")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     parser.add_argument("--capabilities", type=int, nargs="+", default=[90, 100], metavar="N", help="such as 90 100")
     cache = Path(tempfile.gettempdir()) / f"moecomm-kernels-{os.getuid()}"
     parser.add_argument("--cache", type=Path, default=cache, metavar="FOLDER", help="results that may be used again")
@@ -73,12 +76,14 @@ def main() -> int:
     for library in libraries:
         if library.problem:
             parser.error(library.problem)
-    results = [
-        compile_one(case, library, capability, args.cache)
+    todo = [
+        (index, library, capability, args.cache)
         for library in libraries
         for capability in args.capabilities
-        for case in CASES
+        for index in range(len(CASES))
     ]
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("fork")) as pool:
+        results = list(pool.map(compile_one, *zip(*todo, strict=True)))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
         return 0
