@@ -14,6 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from moecomm.kernels.triton import far_push, far_wait, nvshmem_device, signals
+from moecomm.kernels.triton.far_runs import Memory, make_runs
 from moecomm.kernels.wire import DeviceLibrary, Wire
 
 
@@ -53,7 +54,7 @@ pes, status = torch.zeros(2, dtype=torch.int32), signals.make_status(2, "cpu")
 # Numbers of any size are numbers of one type: 1 and 0 and what is beyond 32 bits.
 for address in (1 << 40, 1, 0):
     wire = Wire(rank=0, boards=table, pes=pes, board=address, num_slots=1, library=library)
-    runs = far_push.make_runs([], 2, "cpu")
-    far_push.far_push(wire, runs, source=address, region=address, slot=0, n=address)
+    runs = make_runs([], 2, "cpu")
+    far_push.far_push(wire, runs, source=Memory(address, 0), region=Memory(address, 0), slot=0, n=address)
     far_wait.far_wait(wire, 0, address, status=status, timeout_ns=address)
 json.dump({"compiled": compiled, "events": events}, sys.stdout)

@@ -22,7 +22,7 @@ from moecomm.algorithms.far_rows import FarRows
 from moecomm.algorithms.plan import plan_exchange
 from moecomm.kernels.reference import ReferenceRowKernels
 from moecomm.kernels.triton import far_push, far_wait, nvshmem_device, signals
-from moecomm.kernels.triton.far_push import FarRun, make_runs
+from moecomm.kernels.triton.far_runs import FarRun, Memory, make_runs
 from moecomm.kernels.triton.lanes import release_lane
 from moecomm.kernels.triton.rows import TritonRowKernels
 from moecomm.kernels.wire import Wire
@@ -114,6 +114,10 @@ class Round:
             kernels.push_rows(self.x[rank], routes, [rows.data_ptr() for rows in self.received])
 
 
+def heap_bytes(num_ranks):
+    return SLOTS * num_ranks * 8 + 2 * MOST_ROWS * ROW_BYTES
+
+
 class FarRank:
     """One rank. `heaps`: by rank the address of each one's heap here, which kernels use for near ranks only."""
 
@@ -123,6 +127,7 @@ class FarRank:
         self.far = [peer for peer in range(num_ranks) if is_far[peer]]
         self.received_at = SLOTS * num_ranks * 8
         self.packed_at = self.received_at + MOST_ROWS * ROW_BYTES
+        self.nbytes = heap_bytes(num_ranks)
         self.wire = Wire(
             rank=rank,
             boards=torch.tensor([0 if far else heap for heap, far in zip(heaps, is_far, strict=True)]),
@@ -186,8 +191,8 @@ class FarRank:
             return
         far_push.far_push(
             *(wire, table),
-            source=heap,
-            region=heap,
+            source=Memory(heap, self.nbytes),
+            region=Memory(heap, self.nbytes),
             slot=slot,
             parts=parts,
             quiet=form.mistake != "no quiet at the end",
@@ -204,8 +209,7 @@ def exchange(group, form):
 
     Returns: how many runs were put, rounds in which rows were not what was sent, what kernels called of the network.
     """
-    num_ranks = group.size
-    nbytes = SLOTS * num_ranks * 8 + 2 * MOST_ROWS * ROW_BYTES
+    num_ranks, nbytes = group.size, heap_bytes(group.size)
     transport = ShmTransport(group, gather_peers(group), 1)
     heaps = transport.addresses(transport.allocate(nbytes))
     try:

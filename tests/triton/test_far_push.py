@@ -8,11 +8,14 @@ from far_ranks import MISTAKES, Form, Round, exchange
 from triton.runtime.errors import InterpreterError
 
 from moecomm.kernels.triton import signals
-from moecomm.kernels.triton.far_push import FarRun, far_push, make_runs
+from moecomm.kernels.triton.far_push import far_push
+from moecomm.kernels.triton.far_runs import FarRun, Memory, make_runs
 from moecomm.kernels.triton.far_wait import far_wait
 from moecomm.kernels.triton.nvshmem_device import interpret_with
 from moecomm.kernels.wire import Wire
 from moecomm.testing import launch
+
+NOTHING, EIGHT = Memory(0, 0), Memory(0, 8)
 
 
 @pytest.mark.parametrize("layout", ["expert_major", "flat"])
@@ -63,8 +66,13 @@ def wire(**changes):
 
 def push(runs=None, **changes):
     far_push(
-        wire(), make_runs([], 2, "cpu") if runs is None else runs, **{"source": 0, "region": 0, "slot": 0, **changes}
+        wire(),
+        make_runs([], 2, "cpu") if runs is None else runs,
+        **{"source": NOTHING, "region": NOTHING, "slot": 0, **changes},
     )
+
+
+SOME = make_runs([FarRun(1, 16, 4, 4)], 2, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +86,8 @@ def push(runs=None, **changes):
         (lambda: wire(pes=torch.arange(3, dtype=torch.int32)), r"pes is \[3\] on cpu, boards \[2\]"),
         (lambda: push(slot=2), "slot is 2; a board has 2"),
         (lambda: push(make_runs([], 3, "cpu")), "runs is for 3 ranks on cpu; wanted 2"),
+        (lambda: push(SOME, source=EIGHT, region=Memory(0, 19)), "region has 19 bytes, but runs reach to byte 20"),
+        (lambda: push(SOME, source=Memory(0, 7), region=Memory(0, 20)), "source has 7 bytes, but runs reach to byte 8"),
         (lambda: push(n=-1), "n is -1 and parts is 1"),
         (lambda: push(parts=0), "parts is 0"),
         (lambda: push(parts=2), r"arrivals is None; with 2 parts wanted torch.int32 \[2\]"),
@@ -117,11 +127,11 @@ def test_after_a_failed_wait_nothing_is_put_or_signalled():
     interpret_with(network)
     try:
         far_wait(mine, 1, 1, status=status, timeout_ns=1_000_000)
-        far_push(mine, runs, source=0, region=0, slot=0, status=status)
+        far_push(mine, runs, source=EIGHT, region=EIGHT, slot=0, status=status)
         assert network.calls == {"refresh": 1}
         assert not board.any()
         status.zero_()
-        far_push(mine, runs, source=0, region=0, slot=0, status=status)
+        far_push(mine, runs, source=EIGHT, region=EIGHT, slot=0, status=status)
         assert network.calls == {"refresh": 1, "put": 1, "fence": 1, "put_signal": 1, "quiet": 1}
         assert board.nonzero().tolist() == [[0, 0]]
     finally:

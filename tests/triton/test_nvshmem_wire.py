@@ -9,7 +9,8 @@ from late_network import LateNetwork
 from nvshmem_double import HEAP_BYTES, Double, DoubleTransport
 
 from moecomm.kernels.triton import signals
-from moecomm.kernels.triton.far_push import FarRun, far_push, make_runs
+from moecomm.kernels.triton.far_push import far_push
+from moecomm.kernels.triton.far_runs import FarRun, Memory, make_runs
 from moecomm.kernels.triton.far_wait import far_wait
 from moecomm.testing import launch
 from moecomm.transports.peers import gather_peers
@@ -31,6 +32,7 @@ def exchange(group, folder, parts):
     runs = make_runs(
         [FarRun(r, place, at, PIECE) for r in far for at, place in zip((0, PIECE), places, strict=True)], size, "cpu"
     )
+    source, target = Memory(packed.address, packed.nbytes), Memory(region.address, region.nbytes)
     status, arrivals = signals.make_status(size, "cpu"), torch.zeros(size, dtype=torch.int32)
     found = []
     with LateNetwork(me, heaps, wire.pes[me].item(), HEAP_BYTES) as network:
@@ -40,12 +42,12 @@ def exchange(group, folder, parts):
             for rank in set(range(size)) - set(far):
                 ctypes.memmove(carrier.peer(region, rank) + places[0], data, 2 * PIECE)
             options = {"slot": 0, "parts": parts, "arrivals": arrivals, "status": status}
-            far_push(wire, runs, source=packed.address, region=region.address, **options)
+            far_push(wire, runs, source=source, region=target, **options)
             far_wait(wire, 0, number, status=status, timeout_ns=TIMEOUT_NS)
             signals.raise_if_behind(status, f"round {number}")
             found.append(ctypes.string_at(region.address, region.nbytes))
             # Read before anybody writes again.
-            far_push(wire, make_runs([], size, "cpu"), source=0, region=region.address, slot=1)
+            far_push(wire, make_runs([], size, "cpu"), source=source, region=target, slot=1)
             far_wait(wire, 1, number, status=status, timeout_ns=TIMEOUT_NS)
         group.all_gather(None)
     carrier.close()

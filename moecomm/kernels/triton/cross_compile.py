@@ -82,12 +82,11 @@ def cross_compile(
         "num_stages": case.num_stages,
         "enable_fp_fusion": False,
     }
-    linked = {
-        name: [path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for name, path in (libraries or {}).items()
-    }
-    key = json.dumps([triton.__version__, source.hash(), case.name, capability, options, linked])
-    options |= {"extern_libs": dict(libraries)} if libraries else {}
-    kept = cache / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    key = [triton.__version__, source.hash(), case.name, capability, dict(options)]
+    if libraries:
+        options["extern_libs"] = dict(libraries)
+        key.append({name: [path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for name, path in libraries.items()})
+    kept = cache / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.json"
     if kept.exists():
         return Compiled(**json.loads(kept.read_text(encoding="utf-8")))
 

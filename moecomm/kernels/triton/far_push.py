@@ -10,16 +10,13 @@ its puts: behind a fence and on the last of them if one program makes them all, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.far_runs import Memory, Runs
 from moecomm.kernels.triton.lanes import FAILED, SEEN, release_lane
 from moecomm.kernels.triton.nvshmem_device import (
     fence,
@@ -32,9 +29,7 @@ from moecomm.kernels.triton.nvshmem_device import (
 from moecomm.kernels.triton.runtime import check_device
 from moecomm.kernels.wire import Wire
 
-__all__ = ["FarRun", "Runs", "check_status", "far_push", "far_push_kernel", "linked_cases", "make_runs"]
-
-_MOST_BYTES = 1 << 20  # a put of this size keeps a network busy; more of them spread over the programs of a rank
+__all__ = ["check_status", "far_push", "far_push_kernel", "linked_cases"]
 
 
 @triton.jit
@@ -136,68 +131,6 @@ def far_push_kernel(
                     signal(counter, n, pe)
 
 
-class FarRun(NamedTuple):
-    """Bytes that go to a far rank.
-
-    Attributes:
-        rank: the far rank.
-        target: their offset in its part of the region.
-        source: their offset in what is put.
-        nbytes: how many; 0 = none, then the run is left out.
-    """
-
-    rank: int
-    target: int
-    source: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Runs as kernels read them, from `make_runs`.
-
-    Attributes:
-        table: `[N, 3]` int64, as in `far_push_kernel`.
-        starts: `[R + 1]` int64.
-        region_bytes, source_bytes: what the region and the source must have at least.
-    """
-
-    table: Tensor
-    starts: Tensor
-    region_bytes: int
-    source_bytes: int
-
-
-def make_runs(
-    runs: Sequence[FarRun], num_ranks: int, device: torch.device | str, *, most_bytes: int = _MOST_BYTES
-) -> Runs:
-    """Sorts runs by rank, in the order given, and cuts long ones into pieces of at most `most_bytes`.
-
-    Raises:
-        ValueError: a run names no rank, or is not in front of it.
-    """
-    if most_bytes < 1:
-        raise ValueError(f"most_bytes is {most_bytes}; at least 1 is needed")
-    by_rank: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
-    for run in runs:
-        if not 0 <= run.rank < num_ranks or min(run.target, run.source, run.nbytes) < 0:
-            raise ValueError(f"runs has {run}; there are {num_ranks} ranks, and no number may be negative")
-        by_rank[run.rank] += [
-            (run.target + at, run.source + at, min(most_bytes, run.nbytes - at))
-            for at in range(0, run.nbytes, most_bytes)
-        ]
-    starts = [0]
-    for pieces in by_rank:
-        starts.append(starts[-1] + len(pieces))
-    table = [piece for pieces in by_rank for piece in pieces]
-    return Runs(
-        torch.tensor(table, dtype=torch.int64).reshape(-1, 3).to(device),
-        torch.tensor(starts, dtype=torch.int64).to(device),
-        region_bytes=max((run.target + run.nbytes for run in runs), default=0),
-        source_bytes=max((run.source + run.nbytes for run in runs), default=0),
-    )
-
-
 def check_status(status: Tensor, wire: Wire) -> None:
     """Refuses what `signals.make_status` has not made for so many ranks.
 
@@ -216,8 +149,8 @@ def far_push(
     wire: Wire,
     runs: Runs,
     *,
-    source: int,
-    region: int,
+    source: Memory,
+    region: Memory,
     slot: int,
     n: int = 1,
     parts: int = 1,
@@ -230,7 +163,8 @@ def far_push(
     Arguments:
         wire: who is reached how.
         runs: from `make_runs`; none for near ranks.
-        source, region: addresses, as in `far_push_kernel`; `runs` must lie inside of both.
+        source: what is put.
+        region: my part of the region that is put to.
         slot: of every rank's board; n is added to my lane of it.
         parts: programs per rank. 1: least latency; more where one program does not keep the network busy.
         quiet: what lies at the source may change when the kernel has ended. Without it only after every far rank has
@@ -247,6 +181,9 @@ def far_push(
         raise ValueError(
             f"runs is for {runs.starts.numel() - 1} ranks on {runs.starts.device}; wanted {num_ranks} on {device}"
         )
+    for name, memory, nbytes in (("source", source, runs.source_bytes), ("region", region, runs.region_bytes)):
+        if nbytes > memory.nbytes:
+            raise ValueError(f"{name} has {memory.nbytes} bytes, but runs reach to byte {nbytes}")
     if n < 0 or parts < 1:
         raise ValueError(f"n is {n} and parts is {parts}; at least 0 and 1 are needed")
     if parts > 1 and (
@@ -264,7 +201,19 @@ def far_push(
         num_ranks * parts,
         device,
         wire.library,
-        *(runs.table, runs.starts, source, region, wire.rank, num_ranks, wire.boards, wire.pes, wire.board, lane, n),
+        *(
+            runs.table,
+            runs.starts,
+            source.address,
+            region.address,
+            wire.rank,
+            num_ranks,
+            wire.boards,
+            wire.pes,
+            wire.board,
+            lane,
+            n,
+        ),
         *(wire.pes if arrivals is None else arrivals, wire.boards if status is None else status),
         HAS_STATUS=status is not None,
         QUIET=quiet,
