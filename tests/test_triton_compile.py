@@ -74,6 +74,8 @@ def is_launched(node):
 
 def test_no_kernel_is_left_out(kernels):
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "moecomm" / "kernels" / "triton").rglob("*.py")]
+    # Those that call NVSHMEM are compiled where it is installed: scripts/nvshmem_cubins.py.
+    sources = [source for source in sources if "def linked_cases" not in source]
     launched = {node.name for source in sources for node in ast.walk(ast.parse(source)) if is_launched(node)}
     assert launched == {one["kernel"] for one in kernels.values()}
 

@@ -23,6 +23,11 @@ OPTIONAL_PACKAGES = {
     "matplotlib": ("the plots of moecomm bench and moecomm demo", "pip install 'moecomm[cli]'"),
     "psutil": ("the number of physical cores in moecomm info", "pip install 'moecomm[cli]'"),
     "libucx-cu13": ("transport ucx, between hosts over TCP", "pip install 'moecomm[ucx]'"),
+    "nvidia-nvshmem-cu13": (
+        "transport nvshmem: the library and what kernels are linked with",
+        "pip install 'moecomm[nvshmem]'",
+    ),
+    "nvshmem4py-cu13": ("transport nvshmem: its calls from Python", "pip install 'moecomm[nvshmem]'"),
     "mpi4py": ("moecomm bench --against mpi", "pip install 'moecomm[bench]' (needs an MPI: apt install openmpi-bin)"),
 }
 # Environment variables of others that change what is measured or reached.

@@ -38,6 +38,8 @@ class Peer:
         ucx_problem: the sentence why UCX cannot be used in this process; empty if it can, or if nobody has looked
             because the ranks share a host.
         device: which device it is, and what that reaches.
+        nvshmem_problem: the sentence why NVSHMEM cannot be used in this process; empty if it can, or if nobody has
+            looked because the tensors are not on CUDA.
     """
 
     rank: int
@@ -51,6 +53,7 @@ class Peer:
     in_process: bool
     ucx_problem: str = ""
     device: DeviceIdentity = _CPU
+    nvshmem_problem: str = ""
 
 
 def _process_token() -> str:
@@ -97,5 +100,10 @@ def gather_peers(group: Group, device_type: str = "cpu", device: DeviceIdentity 
         # All must know who has UCX, to choose alike. Where shared memory reaches, it is not even loaded.
         from moecomm.transports.ucx_library import find_library
 
-        peers = group.all_gather(dataclasses.replace(me, ucx_problem=find_library().problem))
+        me = dataclasses.replace(me, ucx_problem=find_library().problem)
+        peers = group.all_gather(me)
+    if device_type == "cuda":
+        from moecomm.transports.nvshmem_engine import problem_here
+
+        peers = group.all_gather(dataclasses.replace(me, nvshmem_problem=problem_here()))
     return peers

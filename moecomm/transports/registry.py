@@ -22,6 +22,7 @@ _known: dict[str, str] = {
     "nvlink": "moecomm.transports.nvlink:NvlinkTransport",
     "shm+ucx": "moecomm.transports.composed:ComposedTransport",
     "ucx": "moecomm.transports.ucx:UcxTransport",
+    "nvshmem": "moecomm.transports.nvshmem:NvshmemTransport",
 }
 
 

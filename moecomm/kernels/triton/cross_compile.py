@@ -9,8 +9,10 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton import knobs
@@ -54,13 +56,16 @@ class Compiled:
         return sum(int(stores) + int(loads) for stores, loads in _SPILLS.findall(self.log))
 
 
-def cross_compile(case: CompileCase, capability: int, cache: Path) -> Compiled:
+def cross_compile(
+    case: CompileCase, capability: int, cache: Path, libraries: Mapping[str, str] | None = None
+) -> Compiled:
     """Compiles with Triton's own `ptxas`, with products and sums rounded one by one. Needs no device and no driver.
 
     Arguments:
         case: what to compile; its kernel must not have been made under TRITON_INTERPRET.
         capability: 80, 90 or 100, not below what the case needs.
         cache: a folder for results; one that was made by the same Triton from the same source is read again.
+        libraries: LLVM code to link, by name.
 
     Raises:
         ValueError: the case is not for this capability, or its kernel is an interpreted one.
@@ -72,9 +77,16 @@ def cross_compile(case: CompileCase, capability: int, cache: Path) -> Compiled:
     positions = {name: position for position, name in enumerate(case.kernel.arg_names)}
     attrs = {(positions[name],): [["tt.divisibility", divisor]] for name, divisor in (case.attrs or {}).items()}
     source = ASTSource(case.kernel, case.signature, case.constexprs, attrs)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": False}
-    key = json.dumps([triton.__version__, source.hash(), case.name, capability, options])
-    kept = cache / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    options: dict[str, Any] = {
+        "num_warps": case.num_warps,
+        "num_stages": case.num_stages,
+        "enable_fp_fusion": False,
+    }
+    key = [triton.__version__, source.hash(), case.name, capability, dict(options)]
+    if libraries:
+        options["extern_libs"] = dict(libraries)
+        key.append({name: [path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for name, path in libraries.items()})
+    kept = cache / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.json"
     if kept.exists():
         return Compiled(**json.loads(kept.read_text(encoding="utf-8")))
 

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from moecomm.kernels.triton.ptx import Function, Instruction, access_widths, parse
 
-__all__ = ["acquire_faults", "release_faults", "spill_faults", "width_faults"]
+__all__ = ["acquire_faults", "network_faults", "release_faults", "spill_faults", "width_faults"]
 
 _ROW_WIDTH = 16
 _HARMLESS_CALLS = ("__assertfail", "vprintf")
+_NETWORK_CALL = re.compile(r"\bmoecomm_nvshmem_(\w+)")
+_ENDS_EARLIER_PUTS = ("fence", "quiet", "refresh")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -26,11 +28,13 @@ class _State(NamedTuple):
         stored: a store that no barrier has followed.
         bulk: a bulk store that was not waited for; a barrier does not help it.
         acquired: an acquire that no barrier has followed.
+        ended: the same for a call of a network's fence, quiet or refresh, which one thread makes for all.
     """
 
     stored: Instruction | None = None
     bulk: Instruction | None = None
     acquired: Instruction | None = None
+    ended: Instruction | None = None
 
 
 def release_faults(ptx: str) -> list[str]:
@@ -71,6 +75,34 @@ def acquire_faults(ptx: str) -> list[str]:
             faults += [f"{function.name}: a kernel that acquires loads past the acquire: {one}" for one in readonly]
         faults += _calls(function, lambda one: one.is_acquire)
     return faults
+
+
+def network_faults(ptx: str) -> list[str]:
+    """Calls of NVSHMEM (nvshmem_device.ll) that a block barrier should set apart from others; empty = none.
+
+    One must stand between stores and what puts or signals; and between a fence, quiet or refresh, which the first
+    thread calls for all, and every later load, release, put or signal. Kernels call nothing else.
+    """
+    faults: list[str] = []
+    for function in parse(ptx):
+        if not any(_network_call(one) for one in function.body) or _NETWORK_CALL.search(function.name):
+            continue
+        for instruction, before in _reached(function):
+            called = _network_call(instruction)
+            if instruction.opcode == "call" and not called and not _is_harmless(instruction):
+                faults.append(f"{function.name}: what is called is not looked at: {instruction}")
+            stored = before.stored or before.bulk or before.acquired
+            if called and called not in _ENDS_EARLIER_PUTS and stored is not None:
+                faults.append(f"{function.name}: no block barrier between {stored} and {instruction}")
+            if before.ended is not None and (called or instruction.is_release or instruction.is_load):
+                faults.append(f"{function.name}: no block barrier between {before.ended} and {instruction}")
+    return faults
+
+
+def _network_call(instruction: Instruction) -> str:
+    """What it calls of NVSHMEM: "put", "quiet"; or nothing."""
+    found = _NETWORK_CALL.search(instruction.operands) if instruction.opcode == "call" else None
+    return found[1] if found else ""
 
 
 def width_faults(ptx: str) -> list[str]:
@@ -121,7 +153,9 @@ def _reached(function: Function) -> list[tuple[Instruction, _State]]:
 
 def _after(function: Function, instruction: Instruction, state: _State) -> _State:
     if instruction.is_block_barrier(function.num_threads):
-        return state._replace(stored=None, acquired=None)
+        return state._replace(stored=None, acquired=None, ended=None)
+    if _network_call(instruction) in _ENDS_EARLIER_PUTS:
+        return state._replace(ended=state.ended or instruction)
     if instruction.is_bulk_store:
         return state._replace(bulk=state.bulk or instruction)
     if instruction.opcode == "cp" and instruction.has("wait_group") and instruction.has("bulk"):
@@ -157,8 +191,8 @@ def _calls(function: Function, concerns: Callable[[Instruction], bool]) -> list[
     if not any(concerns(one) for one in function.body):
         return []
     calls = [one for one in function.body if one.opcode == "call"]
-    return [
-        f"{function.name}: what is called is not looked at: {one}"
-        for one in calls
-        if not any(name in one.operands for name in _HARMLESS_CALLS)
-    ]
+    return [f"{function.name}: what is called is not looked at: {one}" for one in calls if not _is_harmless(one)]
+
+
+def _is_harmless(call: Instruction) -> bool:
+    return any(name in call.operands for name in _HARMLESS_CALLS)
