@@ -132,9 +132,7 @@ def test_an_error_keeps_operation_and_status(engine, call, function, words):
 def test_the_library_that_was_found_is_loaded_for_all(monkeypatch):
     loaded = []
     monkeypatch.setattr(nvshmem_engine, "find_library", lambda: SimpleNamespace(path="/somewhere/lib.so"))
-    monkeypatch.setattr(
-        nvshmem_engine.ctypes, "CDLL", lambda *arguments, **options: loaded.append((arguments, options))
-    )
+    monkeypatch.setattr(nvshmem_engine.ctypes, "CDLL", lambda path, mode: loaded.append((path, mode)))
     monkeypatch.setattr(nvshmem_engine.importlib, "import_module", lambda name: f"module {name}")
     assert Nvshmem4py()._bindings == "module nvshmem.bindings"
     assert Nvshmem4py()._core == "module nvshmem.core"
