@@ -78,13 +78,14 @@ def broken_push(
 
 @dataclass(frozen=True)
 class Form:
-    """What all ranks do alike."""
+    """What all ranks do alike. Without `quiet`, packed rows change only when every far rank has granted once more."""
 
     seed: int
     parts: int
     layout: str = "expert_major"
     rounds: int = 3
     most_bytes: int = 2 * ROW_BYTES + 4
+    quiet: bool = True
     mistake: str = ""
 
 
@@ -151,6 +152,7 @@ class FarRank:
             self.rows(self.received_at).fill_(POISON)
             self.push([], GRANTED, parts=1)
             self.wait(GRANTED, number + 1)
+            self.rows(self.packed_at).fill_(POISON)
             num_runs += self.exchange(Round(len(self.heaps), number, self.form.layout), number)
         return num_runs
 
@@ -171,7 +173,8 @@ class FarRank:
         if form.mistake == "wrong peer" and runs:
             runs[0] = runs[0]._replace(target=runs[0].target + ROW_BYTES)
         self.push(runs, PUSHED, form.parts)
-        self.rows(self.packed_at).fill_(POISON)
+        if form.quiet:
+            self.rows(self.packed_at).fill_(POISON)
         self.wait(PUSHED, number + 1)
         signals.raise_if_behind(self.status, f"round {number}")
         if not torch.equal(self.rows(self.received_at).clone(), sent.received[rank]):
@@ -195,7 +198,7 @@ class FarRank:
             region=Memory(heap, self.nbytes),
             slot=slot,
             parts=parts,
-            quiet=form.mistake != "no quiet at the end",
+            quiet=form.quiet and form.mistake != "no quiet at the end",
             arrivals=self.arrivals,
             status=self.status,
         )

@@ -33,6 +33,13 @@ def test_rows_to_near_and_far_ranks_arrive_bit_by_bit(num_ranks, parts, layout):
             assert called == (wanted if parts == 1 else wanted - {"put_signal", "fence"})
 
 
+def test_without_a_quiet_packed_rows_may_change_once_all_far_ranks_have_answered():
+    for seed in range(3):
+        found = launch(exchange, 3, Form(seed, 1, quiet=False), backend="processes", timeout=60)
+        assert not any(wrong for _, wrong, _ in found)
+        assert not any("quiet" in calls for _, _, calls in found)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_gives_other_rows_with_one_of_a_few_seeds(mistake):
     parts = 3 if mistake in ("no quiet", "first part signals") else 1
