@@ -23,7 +23,7 @@ from moecomm.kernels.triton.captured_messages import count_messages, message_lay
 from moecomm.kernels.triton.captured_plan import plan_messages
 from moecomm.kernels.triton.captured_rows import place_rows, route_messages
 from moecomm.kernels.triton.captured_send import Batch, send_messages
-from moecomm.kernels.triton.captured_state import NUM_SLOTS, check_control, make_control
+from moecomm.kernels.triton.captured_state import NUM_SLOTS, check_control, make_control, windows_for
 from moecomm.kernels.triton.captured_zeros import zero_rows
 from moecomm.kernels.triton.runtime import alignment_of, check_device
 from moecomm.kernels.triton.signals import board_bytes
@@ -36,9 +36,9 @@ class CapturedMemory(NamedTuple):
 
     Attributes:
         board: lanes.
-        message: of one message; `windows` has room for `2 * max_in_flight` calls of R of them.
+        message: of one message; `windows` has room for `windows_for(max_in_flight)` calls of R of them.
         windows: where messages arrive.
-        output: of the rows of one combine; `outputs` has room for `2 * max_in_flight` of them.
+        output: of the rows of one combine; `outputs` has room for as many of them.
         outputs: where peers read rows.
     """
 
@@ -62,7 +62,7 @@ def captured_memory(
     """What to set aside for calls up to these sizes; `num_rows` is N, or the most E_local * capacity of a rank."""
     message = message_layout(max_tokens_per_rank, num_topk, row_bytes, value_bytes).nbytes
     output = -(-num_rows * row_bytes // 64) * 64
-    num_windows = 2 * max_in_flight
+    num_windows = windows_for(max_in_flight)
     return CapturedMemory(
         board_bytes(num_ranks, NUM_SLOTS), message, num_windows * num_ranks * message, output, num_windows * output
     )
@@ -117,12 +117,11 @@ class CapturedExchange:
         self.experts = expert_rank.contiguous(), expert_local.contiguous()
         num_local = int((expert_rank == rank).sum())
         self.sizes = max_tokens_per_rank, len(boards), expert_rank.numel(), num_local
-        self.control, operations = make_control(rank, list(boards), device, timeout_ns, 2 * max_in_flight)
+        self.control, operations = make_control(rank, list(boards), device, timeout_ns, windows_for(max_in_flight))
         self._dispatch, self._combine, self.announcements, self.pushes = operations
         self._mine = windows[rank], message_bytes
         self._peers = torch.tensor(windows, dtype=torch.int64, device=device), alignment_of(*windows)
-        table = torch.tensor(outputs, dtype=torch.int64, device=device)
-        self._outputs = Outputs(table, output_bytes, alignment_of(*outputs), outputs[rank])
+        self._outputs = self._make_outputs(outputs, output_bytes)
         self._max_in_flight, self._in_flight = max_in_flight, 0
         self.max_topk = 1
         self._describe = describe
@@ -197,8 +196,12 @@ class CapturedExchange:
 
         They may change again once this rank has received a dispatch that it sent after the combine had been completed.
         """
-        table = torch.tensor(addresses, dtype=torch.int64, device=self.experts[0].device)
-        return Outputs(table, 0, alignment_of(*addresses), addresses[self.control.rank])
+        return self._make_outputs(addresses, 0)
+
+    def _make_outputs(self, addresses: Sequence[int], nbytes: int) -> Outputs:
+        by_window = [[base + window * nbytes for base in addresses] for window in range(self.control.num_windows)]
+        table = torch.tensor(by_window, dtype=torch.int64, device=self.experts[0].device)
+        return Outputs(table, nbytes, alignment_of(*addresses), addresses[self.control.rank])
 
     def combine(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured_messages import window_of
 from moecomm.kernels.triton.captured_plan import (
+    PLAN_WARPS,
     Arrived,
     Scratch,
     experts_at_once,
@@ -163,7 +164,7 @@ def plan_announced_kernel(
     rank: tl.int32,
     num_local: tl.int32,
     capacity: tl.int64,
-    alignment: tl.int64,
+    alignment: tl.int32,
     num_rows: tl.int64,
     bases: tl.tensor,
     totals: tl.tensor,
@@ -305,6 +306,7 @@ def plan_announced(
         COLUMNS=_COLUMNS,
         ALL_RANKS=triton.next_power_of_2(num_ranks),
         EXPERTS=experts_at_once(num_ranks),
+        num_warps=PLAN_WARPS,
     )
 
 
@@ -313,7 +315,7 @@ def compile_cases() -> list[CompileCase]:
     kept = ("tokens_per_expert", "first_rows", "used", "spans", "bases", "starts", "ends")
     wide = (*kept, "mailboxes", "begun", "ticket", "boards", "status", "first_bad", "fault")
     narrow = ("counts", "arrivals", "expert_rank", "expert_local", "totals", "num_tokens_per_expert", "offsets")
-    ints = ("num_experts", "rank", "num_ranks", "num_columns", "num_local")
+    ints = ("num_experts", "rank", "num_ranks", "num_columns", "num_local", "alignment")
     types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys(narrow, "*i32"), **dict.fromkeys(ints, "i32")}
     cases = []
     for ids, ranks in (("*i32", 8), ("*i64", 128)):
@@ -328,5 +330,7 @@ def compile_cases() -> list[CompileCase]:
         for name, (kernel, constants) in forms.items():
             known = {**types, "ids": ids, **dict.fromkeys(constants, "constexpr")}
             signature = {argument: known.get(argument, "i64") for argument in kernel.arg_names}
-            cases.append(CompileCase(name=name, kernel=kernel, signature=signature, constexprs=constants))
+            num_warps = PLAN_WARPS if kernel is plan_announced_kernel else 4
+            case = CompileCase(name=name, kernel=kernel, signature=signature, constexprs=constants, num_warps=num_warps)
+            cases.append(case)
     return cases

@@ -37,8 +37,8 @@ class Outputs(NamedTuple):
     """Where ranks leave rows for each other.
 
     Attributes:
-        addresses: `[R]` int64, of each rank's outputs here: `num_windows` blocks of rows.
-        nbytes: of one block; 0 = there is one, which is used by every call.
+        addresses: `[num_windows, R]` int64, of each rank's rows here, by the window of the call.
+        nbytes: of one window; 0 = there is one, which is used by every call.
         alignment: what divides them all.
         mine: address of my own.
     """
@@ -117,7 +117,7 @@ def send_outputs_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["out", "num_tokens", "num_units", "num_slots", "output_bytes", "num_windows"],
+    do_not_specialize=["out", "num_tokens", "num_units", "num_slots", "num_ranks", "num_windows"],
     do_not_specialize_on_alignment=["routes", "weights", "ticket", "status"],
 )
 def pull_sums_kernel(
@@ -127,7 +127,7 @@ def pull_sums_kernel(
     routes: tl.tensor,
     num_slots: tl.int32,
     addresses: tl.tensor,
-    output_bytes: tl.int64,
+    num_ranks: tl.int64,
     num_windows: tl.int64,
     ticket: tl.tensor,
     status: tl.tensor,
@@ -140,7 +140,7 @@ def pull_sums_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """As `combine_rows_kernel`, from the outputs of the call; writes nothing once a call has failed."""
+    """As `combine_rows_kernel`, with addresses by window of the call; writes nothing once a call has failed."""
     num_columns = num_units * PER_UNIT
     row_bytes = tl.cast(num_units, tl.int64) * ALIGNMENT
     num_pieces = tl.cdiv(num_columns, COLUMNS)
@@ -149,7 +149,7 @@ def pull_sums_kernel(
     c = ((program % num_pieces) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_token = t < unless_failed(status, tl.cast(num_tokens, tl.int64))
     is_column = c < num_columns
-    shift = window_of(0, output_bytes, num_windows, 1, tl.load(ticket))
+    window = (tl.load(ticket) - 1) & (num_windows - 1)
     total = summed_rows(
         routes + t * num_slots,
         weights + t * num_slots,
@@ -157,8 +157,7 @@ def pull_sums_kernel(
         is_token,
         c,
         is_column,
-        addresses,
-        shift,
+        addresses + window * num_ranks,
         row_bytes,
         HAS_WEIGHTS,
         WIDE,
@@ -224,13 +223,13 @@ def pull_sums(
     row_bytes = out.shape[1] * out.element_size()
     known = alignment_of(row_bytes, out.data_ptr(), outputs.alignment, outputs.nbytes)
     moves = numbers_of("a row", out.dtype, row_bytes, known)
-    tile = tile_of(num_tokens, moves, is_weighted=weights is not None)
+    tile = tile_of(num_tokens, moves, is_weighted=True)  # the smaller ones, also without: they leave registers free
     wide = TRITON_DTYPES[weights_dtype(out.dtype)]
     launch(
         pull_sums_kernel,
         tile.num_programs,
         out.device,
-        *(out.data_ptr(), num_tokens, moves.num_units, routes, num_slots, outputs.addresses, outputs.nbytes),
+        *(out.data_ptr(), num_tokens, moves.num_units, routes, num_slots, outputs.addresses, control.num_ranks),
         *(control.num_windows, ticket, control.status, routes if weights is None else weights),
         HAS_WEIGHTS=weights is not None,
         WIDE=wide,
@@ -255,11 +254,11 @@ def compile_cases() -> list[CompileCase]:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for is_weighted in (False, True):
             moves = numbers_of("a row", dtype, 14336, 16)
-            tile = tile_of(128, moves, is_weighted=is_weighted)
+            tile = tile_of(128, moves, is_weighted=True)
             total = TRITON_DTYPES[weights_dtype(dtype)]
             constants = {"HAS_WEIGHTS": is_weighted, "WIDE": total, **moves_constants(moves)}
             constants |= {"TOKENS": tile.tokens, "COLUMNS": tile.columns}
-            types["weights"] = f"*{total}" if is_weighted else "*i64"
+            types |= {"weights": f"*{total}" if is_weighted else "*i64", "num_ranks": "i64"}
             cases.append(_case(f"{moves.dtype}{' weighted' * is_weighted}", pull_sums_kernel, types, constants))
     return cases
 

@@ -86,8 +86,11 @@ def block_tile(max_tokens: int, num_topk: int) -> BlockTile:
 def window_of(
     windows: tl.int64, message_bytes: tl.int64, num_windows: tl.int64, num_messages: tl.int64, ticket: tl.int64
 ) -> tl.tensor:
-    """The address of a call's window: `num_messages` messages of `message_bytes`, one after the other."""
-    return windows + (ticket - 1) % num_windows * num_messages * message_bytes
+    """The address of a call's window: `num_messages` messages of `message_bytes`, one after the other.
+
+    `num_windows` is a power of two: a division of 64 bits would cost more registers than most kernels here take.
+    """
+    return windows + ((ticket - 1) & (num_windows - 1)) * num_messages * message_bytes
 
 
 @triton.jit

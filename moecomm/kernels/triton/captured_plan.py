@@ -33,6 +33,8 @@ __all__ = [
 
 _BLOCKS = 32
 _COLUMNS = 64
+PLAN_WARPS = 8
+"""Of kernels that plan."""
 
 
 class Arrived(NamedTuple):
@@ -79,7 +81,7 @@ def place_block(
     expert_local: tl.tensor,
     num_experts: tl.int32,
     capacity: tl.int64,
-    alignment: tl.int64,
+    alignment: tl.int32,
     num_rows: tl.int64,
     starts: tl.tensor,
     ends: tl.tensor,
@@ -97,10 +99,10 @@ def place_block(
     for first in range(0, num_experts, EXPERTS):
         e = first + tl.arange(0, EXPERTS)
         is_expert = e < num_experts
-        total = tl.load(totals + e, mask=is_expert, other=0).to(tl.int64)
+        total = tl.load(totals + e, mask=is_expert, other=0)
         rank = tl.load(expert_rank + e, mask=is_expert, other=-1)
         local = tl.load(expert_local + e, mask=is_expert, other=0).to(tl.int64)
-        padded = tl.cdiv(total, alignment) * alignment
+        padded = (tl.cdiv(total, alignment) * alignment).to(tl.int64)
         is_at = rank[None, :] == ranks[:, None]
         part = tl.where(is_at, padded[None, :], 0)
         end = tl.sum(tl.where(is_at, filled[:, None] + tl.cumsum(part, axis=1), 0), axis=0)
@@ -226,7 +228,7 @@ def plan_messages_kernel(
     rank: tl.int32,
     num_local: tl.int32,
     capacity: tl.int64,
-    alignment: tl.int64,
+    alignment: tl.int32,
     num_rows: tl.int64,
     totals: tl.tensor,
     starts: tl.tensor,
@@ -314,7 +316,7 @@ def plan_messages_kernel(
 
 def experts_at_once(num_ranks: int) -> int:
     """EXPERTS of `place_block`: as many as leave the comparison with all ranks small."""
-    return max(16, 2048 // int(triton.next_power_of_2(num_ranks)))
+    return max(8, 1024 // int(triton.next_power_of_2(num_ranks)))
 
 
 def plan_messages(
@@ -344,6 +346,7 @@ def plan_messages(
         COLUMNS=_COLUMNS,
         ALL_RANKS=triton.next_power_of_2(num_ranks),
         EXPERTS=experts_at_once(num_ranks),
+        num_warps=PLAN_WARPS,
     )
 
 
@@ -351,7 +354,7 @@ def compile_cases() -> list[CompileCase]:
     """Some ranks and many."""
     wide = ("ticket", "status", "fault", "tokens", "starts", "ends", "tokens_per_expert", "first_rows", "used", "spans")
     narrow = ("before", "bad", "expert_rank", "expert_local", "totals", "arrivals", "counts", "num_tokens_per_expert")
-    ints = ("num_ranks", "num_blocks", "num_experts", "rank", "num_local")
+    ints = ("num_ranks", "num_blocks", "num_experts", "rank", "num_local", "alignment")
     types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys((*narrow, "offsets"), "*i32"), **dict.fromkeys(ints, "i32")}
     cases = []
     for ranks in (8, 128):
@@ -363,6 +366,7 @@ def compile_cases() -> list[CompileCase]:
                 kernel=plan_messages_kernel,
                 signature={name: types.get(name, "i64") for name in plan_messages_kernel.arg_names},
                 constexprs=constants,
+                num_warps=PLAN_WARPS,
             )
         )
     return cases

@@ -33,6 +33,7 @@ __all__ = [
     "check_control",
     "make_control",
     "report_fault",
+    "windows_for",
 ]
 
 OPERATIONS = ("dispatch", "combine", "announcement", "push")
@@ -93,7 +94,7 @@ class Control(NamedTuple):
         fault: `[5]` int64: slot, ticket, then by kind: overflow: index, rows needed, rows there are; bad id: source,
             t * K + k, id; mismatch: source.
         timeout_ns: of a wait.
-        num_windows: calls whose messages are kept.
+        num_windows: calls whose messages are kept, see `windows_for`.
     """
 
     rank: int
@@ -107,6 +108,11 @@ class Control(NamedTuple):
     @property
     def num_ranks(self) -> int:
         return self.boards.numel()
+
+
+def windows_for(max_in_flight: int) -> int:
+    """Calls of an operation whose messages are kept: twice as many as may be begun, or the next power of two."""
+    return int(triton.next_power_of_2(2 * max_in_flight))
 
 
 def make_control(

@@ -25,7 +25,7 @@ from moecomm.kernels.triton.captured_blocks import Placed, make_arrived, make_sc
 from moecomm.kernels.triton.captured_combine import wait_for_ticket
 from moecomm.kernels.triton.captured_plan import Scratch
 from moecomm.kernels.triton.captured_send import end_send
-from moecomm.kernels.triton.captured_state import Control, Operation
+from moecomm.kernels.triton.captured_state import Control, Operation, windows_for
 from moecomm.kernels.triton.captured_zeros import Block, zero_rows
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.counts import IDS, count_by_expert, count_by_rank
@@ -73,7 +73,7 @@ def begin_call_kernel(
 
 def static_mailbox_bytes(*, num_ranks: int, num_experts: int, max_in_flight: int) -> int:
     """Bytes that every rank gives to all for cards, beginning at a multiple of 64."""
-    return 2 * max_in_flight * num_ranks * card_bytes(num_experts, num_ranks)
+    return windows_for(max_in_flight) * num_ranks * card_bytes(num_experts, num_ranks)
 
 
 @dataclasses.dataclass

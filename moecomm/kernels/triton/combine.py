@@ -28,7 +28,6 @@ def summed_rows(
     c: tl.tensor,
     is_column: tl.tensor,
     addresses: tl.tensor,
-    shift: tl.int64,
     row_bytes: tl.int64,
     HAS_WEIGHTS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -42,14 +41,13 @@ def summed_rows(
     Arguments:
         first, first_weight: `[TOKENS]` pointers to each token's first route and weight; num_slots of them follow.
         c: `[1, COLUMNS]`, where is_column.
-        shift: bytes from the addresses to the rows.
     """
     total = tl.zeros((TOKENS, COLUMNS), dtype=WIDE)
     # Unrolled, so that the loads of several rows are on their way together; the sums keep their order.
     for p in tl.range(0, num_slots, loop_unroll_factor=4):
         route = tl.load(first + p, mask=is_token, other=-1)
         is_route = route >= 0
-        place = route_pointers(route, addresses, row_bytes, DTYPE, ALIGNMENT, shift)
+        place = route_pointers(route, addresses, row_bytes, DTYPE, ALIGNMENT)
         # The sum is never -0, so adding the 0 of an absent row leaves it as it is.
         row = tl.load(place + c, mask=is_route[:, None] & is_column, other=0.0)
         row = widened(row, WIDE)
@@ -105,7 +103,6 @@ def combine_rows_kernel(
         c,
         is_column,
         addresses,
-        0,
         row_bytes,
         HAS_WEIGHTS,
         WIDE,

@@ -87,17 +87,9 @@ def row_pointers(address: tl.tensor, DTYPE: tl.constexpr, ALIGNMENT: tl.constexp
 
 @triton.jit
 def route_pointers(
-    route: tl.tensor,
-    addresses: tl.tensor,
-    row_bytes: tl.int64,
-    DTYPE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    shift: tl.int64 = 0,
+    route: tl.tensor, addresses: tl.tensor, row_bytes: tl.int64, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr
 ) -> tl.tensor:
-    """`[n, 1]` pointers to column 0 of the rows that these `[n]` routes name; of no use where a route is -1.
-
-    `shift` is the number of bytes, a multiple of the alignment, from the addresses to row 0.
-    """
-    base = tl.load(addresses + (route >> 40), mask=route >= 0, other=0) + shift
+    """`[n, 1]` pointers to column 0 of the rows that these `[n]` routes name; of no use where a route is -1."""
+    base = tl.load(addresses + (route >> 40), mask=route >= 0, other=0)
     address = base + (route & 0xFFFFFFFFFF) * row_bytes
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT)[:, None]
