@@ -139,14 +139,16 @@ def test_calls_are_checked_before_anything_is_launched():
     }.items():
         with pytest.raises(ValueError, match=wrong):
             exchange.send(*arguments[:2], block, topk_weights=arguments[2])
-    with pytest.raises(ValueError, match="call send first"):
+    with pytest.raises(ValueError, match="no dispatch has begun"):
         exchange.receive(block)
-    with pytest.raises(ValueError, match="call send_rows first"):
-        exchange.sum_rows(block.placed, x)
+    with pytest.raises(ValueError, match="no combine has begun"):
+        exchange.sum_rows(block.placed, x[:0])
     exchange.send(x, ids, block, topk_weights=weights)
     with pytest.raises(TooManyInFlight, match="its dispatch has begun"):
         exchange.send(x, ids, block, topk_weights=weights)
-    with pytest.raises(TooManyInFlight, match="1 calls are begun; max_in_flight is 1"):
+    with pytest.raises(
+        TooManyInFlight, match="dispatch #0 has begun .* dispatch #1 cannot begin before: max_in_flight is 1"
+    ):
         exchange.send(x, ids, exchange.block(case.form, 1 << 20, 1 << 20), topk_weights=weights)
     exchange.receive(block)
     y = rank.case.answers(0)[0]
@@ -163,6 +165,23 @@ def test_calls_are_checked_before_anything_is_launched():
         exchange.sum_rows(block.placed, torch.zeros(3, 7))
     with pytest.raises(ValueError, match=r"topk_weights is torch.float64 \[2, 2\]; wanted torch.float32 \[2, 2\]"):
         exchange.sum_rows(block.placed, x, topk_weights=weights.double())
+
+
+def test_a_call_waits_for_the_one_whose_window_it_needs_whatever_else_is_completed():
+    case = Case(1, "slab", depth=2)
+    ranks = Ranks(case)
+    exchange, first = ranks.ranks[0].exchange, ranks.ranks[0].block
+    blocks = [first, *(exchange.block(case.form, first.placed.block.rows, first.placed.block.values) for _ in range(2))]
+    x, ids, weights = torch.zeros(1, 7, dtype=torch.bfloat16), torch.zeros(1, 2).long(), torch.zeros(1, 2)
+    exchange.send(x, ids, blocks[0], topk_weights=weights)
+    exchange.send(x, ids, blocks[1], topk_weights=weights)
+    exchange.receive(blocks[1])
+    with pytest.raises(TooManyInFlight, match="dispatch #0 has begun .* dispatch #2 cannot begin before"):
+        exchange.send(x, ids, blocks[2], topk_weights=weights)
+    exchange.receive(blocks[0])
+    exchange.send(x, ids, blocks[2], topk_weights=weights)
+    exchange.receive(blocks[2])
+    exchange.check()
 
 
 def test_memory_is_checked_when_it_is_given():

@@ -239,5 +239,5 @@ def test_blocks_are_checked_when_they_are_made():
             static.block(*arguments)
     with pytest.raises(ValueError, match="mailboxes has 1 addresses; there are 2 ranks"):
         captured_static.StaticDispatch(ranks.ranks[0].exchange, [64])
-    with pytest.raises(ValueError, match="call announce first"):
+    with pytest.raises(ValueError, match="no dispatch has begun"):
         static.arrive(ranks.ranks[0].block)

@@ -14,10 +14,10 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from moecomm.errors import TooManyInFlight
 from moecomm.kernels.base import weights_dtype
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured_blocks import CapturedBlock, Placed, make_block
+from moecomm.kernels.triton.captured_calls import InFlight
 from moecomm.kernels.triton.captured_combine import Outputs, pull_sums, send_outputs, wait_for_ticket
 from moecomm.kernels.triton.captured_messages import count_messages, message_layout
 from moecomm.kernels.triton.captured_plan import plan_messages
@@ -78,12 +78,13 @@ class CapturedExchange:
         message_bytes, output_bytes: `CapturedMemory.message` and `.output`, the same on every rank.
         expert_rank, expert_local: `[E]` int32: rank of each expert, and its index there.
         max_tokens_per_rank: most T.
-        max_in_flight: calls that may be begun and not completed.
+        max_in_flight: calls of each operation that may be begun and not completed.
         timeout_ns: a wait fails after so many nanoseconds.
         describe: names a rank in messages.
 
     Attributes:
         tokens_per_expert: `[E_local]` int64: what has arrived in all calls.
+        max_in_flight: as given.
         control, announcements, pushes, experts, sizes, max_topk: for `StaticDispatch`: state on the device, its
             operations, `expert_rank` and `expert_local`, (Tmax, R, E, E_local), most K so far.
     """
@@ -122,7 +123,8 @@ class CapturedExchange:
         self._mine = windows[rank], message_bytes
         self._peers = torch.tensor(windows, dtype=torch.int64, device=device), alignment_of(*windows)
         self._outputs = self._make_outputs(outputs, output_bytes)
-        self._max_in_flight, self._in_flight = max_in_flight, 0
+        self.max_in_flight = max_in_flight
+        self._dispatches, self._combines = InFlight("dispatch", max_in_flight), InFlight("combine", max_in_flight)
         self.max_topk = 1
         self._describe = describe
         self.tokens_per_expert = torch.zeros(num_local, dtype=torch.int64, device=device)
@@ -158,11 +160,11 @@ class CapturedExchange:
 
         Raises:
             ValueError: an argument has another shape than the block's form says.
-            TooManyInFlight: `max_in_flight` calls have begun and are not completed.
+            TooManyInFlight: another one must be completed before, see `InFlight`.
         """
         self.check_batch(x, topk_idx, block.placed.form, topk_weights)
-        self.begin(block.is_sent, "dispatch")
-        block.is_sent, block.placed.num_tokens = True, topk_idx.shape[0]
+        self._dispatches.begin(block.placed)
+        block.placed.num_tokens = topk_idx.shape[0]
         batch = Batch(x, topk_idx, topk_weights)
         self.max_topk = max(self.max_topk, block.placed.form.num_topk)
         send_messages(
@@ -175,10 +177,7 @@ class CapturedExchange:
 
         Then `block.placed` tells what has arrived and where it is.
         """
-        if not block.is_sent:
-            raise ValueError("block: nothing was sent that could be received; call send first")
-        block.is_sent = False
-        self.end()
+        self._dispatches.end(block.placed)
         control, ticket, (expert_rank, _) = self.control, block.dispatched, self.experts
         slot = self._dispatch.slot
         count_messages(control, slot, ticket, block.windows, expert_rank, block.signature, block.found)
@@ -226,7 +225,7 @@ class CapturedExchange:
 
         Raises:
             ValueError: y does not fit into `output_bytes`, is not contiguous or not where `outputs` says.
-            TooManyInFlight: `max_in_flight` calls have begun and are not completed.
+            TooManyInFlight: another one must be completed before, see `InFlight`.
         """
         where = outputs or self._outputs
         if not y.is_contiguous() or y.shape[-1] * y.element_size() * self._num_rows(placed) != y.nbytes:
@@ -235,8 +234,7 @@ class CapturedExchange:
             raise ValueError(f"y has {y.nbytes} bytes; output_bytes is {where.nbytes}")
         if outputs is not None and y.nbytes and y.data_ptr() != where.mine:
             raise ValueError(f"y is at {y.data_ptr():#x}; outputs says {where.mine:#x}")
-        self.begin(placed.is_summing, "combine")
-        placed.is_summing = True
+        self._combines.begin(placed)
         rows = y.data_ptr(), y.shape[-1] * y.element_size()
         arrived = placed.arrived
         send_outputs(
@@ -255,8 +253,6 @@ class CapturedExchange:
             topk_weights: `[T, K]` contiguous fp32 (fp64 beside fp64 rows), applied here; None: a plain sum.
             outputs: as given to `send_rows`.
         """
-        if not placed.is_summing:
-            raise ValueError("placed: no rows were sent that could be summed; call send_rows first")
         shape = placed.num_tokens, placed.form.num_topk
         if out.dim() != 2 or out.shape[0] != shape[0] or not out.is_contiguous():
             raise ValueError(f"out is {list(out.shape)} with strides {out.stride()}; wanted contiguous [{shape[0]}, H]")
@@ -265,8 +261,7 @@ class CapturedExchange:
             raise ValueError(
                 f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; wanted {wide} {list(shape)}"
             )
-        placed.is_summing = False
-        self.end()
+        self._combines.end(placed)
         wait_for_ticket(self.control, self._combine.slot, placed.combined)
         routes = placed.routes[: shape[0]]
         pull_sums(self.control, placed.combined, out, routes, outputs or self._outputs, topk_weights)
@@ -281,22 +276,6 @@ class CapturedExchange:
             CallMismatch: ranks made calls of different forms.
         """
         check_control(self.control, num_topk=self.max_topk, describe=self._describe)
-
-    def begin(self, is_begun: bool, operation: str) -> None:
-        """Counts a call that begins.
-
-        Raises:
-            TooManyInFlight: it or too many others have begun and are not completed.
-        """
-        if is_begun:
-            raise TooManyInFlight(f"block: its {operation} has begun and is not completed; complete it, or use another")
-        if self._in_flight == self._max_in_flight:
-            raise TooManyInFlight(f"{self._in_flight} calls are begun; max_in_flight is {self._max_in_flight}")
-        self._in_flight += 1
-
-    def end(self) -> None:
-        """Counts a call that is completed."""
-        self._in_flight -= 1
 
     def _num_rows(self, placed: Placed) -> int:
         return self.sizes[3] * placed.form.capacity if placed.form.capacity else placed.form.num_rows

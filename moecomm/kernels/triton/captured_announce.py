@@ -16,11 +16,10 @@ from torch import Tensor
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured_messages import window_of
 from moecomm.kernels.triton.captured_plan import (
-    PLAN_WARPS,
     Arrived,
     Scratch,
-    experts_at_once,
     place_block,
+    plan_tile,
     report_overflow,
     settle_block,
 )
@@ -295,6 +294,7 @@ def plan_announced(
 ) -> None:
     """Waits for all cards and plans. `experts`: the rank of each, its index there."""
     num_ranks, num_experts = control.num_ranks, bases.numel()
+    tile = plan_tile(num_ranks)
     launch(
         plan_announced_kernel,
         1,
@@ -305,8 +305,8 @@ def plan_announced(
         *(form.capacity, form.alignment, form.num_rows, bases, *scratch, *arrived),
         COLUMNS=_COLUMNS,
         ALL_RANKS=triton.next_power_of_2(num_ranks),
-        EXPERTS=experts_at_once(num_ranks),
-        num_warps=PLAN_WARPS,
+        EXPERTS=tile.experts,
+        num_warps=tile.num_warps,
     )
 
 
@@ -324,13 +324,13 @@ def compile_cases() -> list[CompileCase]:
             f"announce {ids}, {ranks} ranks": (announce_kernel, {"COLUMNS": _COLUMNS, "RANKS": ranks}),
             f"plan_announced {ranks} ranks": (
                 plan_announced_kernel,
-                {"COLUMNS": _COLUMNS, "ALL_RANKS": ranks, "EXPERTS": experts_at_once(ranks)},
+                {"COLUMNS": _COLUMNS, "ALL_RANKS": ranks, "EXPERTS": plan_tile(ranks).experts},
             ),
         }
         for name, (kernel, constants) in forms.items():
             known = {**types, "ids": ids, **dict.fromkeys(constants, "constexpr")}
             signature = {argument: known.get(argument, "i64") for argument in kernel.arg_names}
-            num_warps = PLAN_WARPS if kernel is plan_announced_kernel else 4
+            num_warps = plan_tile(ranks).num_warps if kernel is plan_announced_kernel else 4
             case = CompileCase(name=name, kernel=kernel, signature=signature, constexprs=constants, num_warps=num_warps)
             cases.append(case)
     return cases

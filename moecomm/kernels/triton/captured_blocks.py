@@ -30,7 +30,6 @@ class Placed:
         routes: `[Tmax, K]` int64 of my tokens; the first T rows are the last dispatch's.
         combined: one int64: ticket of the last combine.
         num_tokens: T of the dispatch that was begun last.
-        is_summing: a combine has begun and is not completed.
     """
 
     form: Form
@@ -39,7 +38,6 @@ class Placed:
     routes: Tensor
     combined: Tensor
     num_tokens: int = 0
-    is_summing: bool = False
 
 
 @dataclasses.dataclass
@@ -52,7 +50,6 @@ class CapturedBlock:
         found, scratch: what the receiver keeps while it counts and plans.
         routes: `[R, Tmax, K]` int64 of all ranks' tokens.
         dispatched: one int64: ticket of the last dispatch.
-        is_sent: a dispatch has begun and is not completed.
     """
 
     placed: Placed
@@ -63,7 +60,6 @@ class CapturedBlock:
     scratch: Scratch
     routes: Tensor
     dispatched: Tensor
-    is_sent: bool = False
 
 
 def make_arrived(num_ranks: int, num_experts: int, num_local: int, device: torch.device) -> Arrived:

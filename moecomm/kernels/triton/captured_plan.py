@@ -22,19 +22,18 @@ from moecomm.kernels.triton.runtime import launch, num_blocks
 
 __all__ = [
     "Arrived",
+    "PlanTile",
     "Scratch",
     "compile_cases",
-    "experts_at_once",
     "place_block",
     "plan_messages",
+    "plan_tile",
     "report_overflow",
     "settle_block",
 ]
 
 _BLOCKS = 32
 _COLUMNS = 64
-PLAN_WARPS = 8
-"""Of kernels that plan."""
 
 
 class Arrived(NamedTuple):
@@ -314,9 +313,17 @@ def plan_messages_kernel(
             )
 
 
-def experts_at_once(num_ranks: int) -> int:
-    """EXPERTS of `place_block`: as many as leave the comparison with all ranks small."""
-    return max(8, 1024 // int(triton.next_power_of_2(num_ranks)))
+class PlanTile(NamedTuple):
+    """EXPERTS of kernels that plan, all of which are compared with all ranks at once; and their warps."""
+
+    experts: int
+    num_warps: int
+
+
+def plan_tile(num_ranks: int) -> PlanTile:
+    """As many as the registers of a program hold: the compilers of all supported versions spill none."""
+    ranks = int(triton.next_power_of_2(num_ranks))
+    return PlanTile(max(16, min(64, 512 // ranks)), 4) if ranks <= 16 else PlanTile(max(16, 2048 // ranks), 8)
 
 
 def plan_messages(
@@ -335,6 +342,7 @@ def plan_messages(
     """
     expert_rank, _ = experts
     num_ranks, num_experts = control.num_ranks, expert_rank.numel()
+    tile = plan_tile(num_ranks)
     launch(
         plan_messages_kernel,
         num_blocks(num_experts + num_ranks, _COLUMNS),
@@ -345,8 +353,8 @@ def plan_messages(
         BLOCKS=_BLOCKS,
         COLUMNS=_COLUMNS,
         ALL_RANKS=triton.next_power_of_2(num_ranks),
-        EXPERTS=experts_at_once(num_ranks),
-        num_warps=PLAN_WARPS,
+        EXPERTS=tile.experts,
+        num_warps=tile.num_warps,
     )
 
 
@@ -358,7 +366,7 @@ def compile_cases() -> list[CompileCase]:
     types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys((*narrow, "offsets"), "*i32"), **dict.fromkeys(ints, "i32")}
     cases = []
     for ranks in (8, 128):
-        constants = {"BLOCKS": _BLOCKS, "COLUMNS": _COLUMNS, "ALL_RANKS": ranks, "EXPERTS": experts_at_once(ranks)}
+        constants = {"BLOCKS": _BLOCKS, "COLUMNS": _COLUMNS, "ALL_RANKS": ranks, "EXPERTS": plan_tile(ranks).experts}
         types |= dict.fromkeys(constants, "constexpr")
         cases.append(
             CompileCase(
@@ -366,7 +374,7 @@ def compile_cases() -> list[CompileCase]:
                 kernel=plan_messages_kernel,
                 signature={name: types.get(name, "i64") for name in plan_messages_kernel.arg_names},
                 constexprs=constants,
-                num_warps=PLAN_WARPS,
+                num_warps=plan_tile(ranks).num_warps,
             )
         )
     return cases

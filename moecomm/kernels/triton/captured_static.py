@@ -22,6 +22,7 @@ from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured import CapturedExchange
 from moecomm.kernels.triton.captured_announce import NOWHERE, announce, card_bytes, find_bad, plan_announced
 from moecomm.kernels.triton.captured_blocks import Placed, make_arrived, make_scratch, signature_of
+from moecomm.kernels.triton.captured_calls import InFlight
 from moecomm.kernels.triton.captured_combine import wait_for_ticket
 from moecomm.kernels.triton.captured_plan import Scratch
 from moecomm.kernels.triton.captured_send import end_send
@@ -89,7 +90,6 @@ class StaticBlock:
         bases: `[E]` int64.
         totals: `[E + R]` int32: my counts.
         scratch: for planning.
-        is_sent: a dispatch has begun and is not completed.
     """
 
     placed: Placed
@@ -102,7 +102,6 @@ class StaticBlock:
     bases: Tensor
     totals: Tensor
     scratch: Scratch
-    is_sent: bool = False
 
 
 class StaticBatch(NamedTuple):
@@ -130,6 +129,7 @@ class StaticDispatch:
         if len(mailboxes) != control.num_ranks:
             raise ValueError(f"mailboxes has {len(mailboxes)} addresses; there are {control.num_ranks} ranks")
         self._exchange = exchange
+        self._calls = InFlight("dispatch", exchange.max_in_flight)
         self._mailboxes = torch.tensor(mailboxes, dtype=torch.int64, device=device)
         self._mailbox = mailboxes[control.rank]
         self._first_bad = torch.full((1,), NOWHERE, dtype=torch.int64, device=device)
@@ -197,8 +197,8 @@ class StaticDispatch:
         """Counts, and tells every rank; never waits. x, topk_idx and topk_weights must not change until `arrive`."""
         exchange, placed = self._exchange, block.placed
         exchange.check_batch(x, topk_idx, placed.form, topk_weights)
-        exchange.begin(block.is_sent, "dispatch")
-        block.is_sent, placed.num_tokens = True, topk_idx.shape[0]
+        self._calls.begin(placed)
+        placed.num_tokens = topk_idx.shape[0]
         expert_rank, _ = exchange.experts
         num_experts, num_ranks = expert_rank.numel(), exchange.control.num_ranks
         before = count_by_expert(topk_idx, num_experts, block.totals[:num_experts]).before
@@ -242,10 +242,7 @@ class StaticDispatch:
 
     def arrive(self, block: StaticBlock) -> None:
         """Waits on the device until all rows are there."""
-        if not block.is_sent:
-            raise ValueError("block: nothing was announced that could arrive; call announce first")
-        block.is_sent = False
-        self._exchange.end()
+        self._calls.end(block.placed)
         wait_for_ticket(self._exchange.control, self._exchange.pushes.slot, block.pushed)
 
 
