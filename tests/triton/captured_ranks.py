@@ -33,6 +33,7 @@ class Case:
         weighted: combine applies weights at home.
         in_place: rows of a combine lie where peers read them.
         most: T is at most that.
+        shift: of blocks from multiples of 64; so many bytes before them are guarded, as those behind are.
     """
 
     num_ranks: int
@@ -48,6 +49,7 @@ class Case:
     depth: int = 1
     alignment: int = 3
     too_few_windows: int = 0
+    shift: int = GUARD
 
     @property
     def world(self):
@@ -131,9 +133,11 @@ class CapturedRank:
         if case.too_few_windows:
             control = self.exchange.control
             self.exchange.control = control._replace(num_windows=2 * case.depth - case.too_few_windows)
-        self.wanted = Receiver(REFERENCE, case.world, rank, case.row_bytes, case.form.value_bytes, **case.block)
-        self.rows = Memory(self.wanted.rows.num_bytes, fill=0)
-        self.values = Memory(self.wanted.values.num_bytes, fill=0)
+        self.wanted = Receiver(
+            REFERENCE, case.world, rank, case.row_bytes, case.form.value_bytes, **case.block, shift=case.shift
+        )
+        self.rows = Memory(self.wanted.rows.num_bytes, fill=0, shift=case.shift)
+        self.values = Memory(self.wanted.values.num_bytes, fill=0, shift=case.shift)
         values = self.values.address if case.form.value_bytes else 0
         self.block = self.exchange.block(case.form, self.rows.address, values)
         self.found = None
@@ -177,11 +181,12 @@ class CapturedRank:
         inputs = self.case.inputs(call) if inputs is None else inputs
         self.dispatch(call, inputs)
         num_tokens = inputs.ids[self.rank].shape[0]
-        out = torch.full((num_tokens, self.case.hidden), 7, dtype=self.case.dtype)
-        weights = self.weights_at_home(call, num_tokens)
+        around = torch.full((num_tokens + 2, self.case.hidden), 7, dtype=self.case.dtype)
+        out, weights = around[1:-1], self.weights_at_home(call, num_tokens)
         self.combine(self.answer(call), out, weights)
         self.exchange.check()
         self.compare_sums(call, out, weights)
+        assert bool((around[[0, -1]] == 7).all()), "a sum lies outside"
 
     # -- what must be --------------------------------------------------------------------------------------------------
 

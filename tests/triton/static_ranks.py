@@ -29,9 +29,12 @@ class StaticRank(CapturedRank):
         self.parts = [(blocks[rank], len(self.wanted.rows.whole))]
         self.parts += [(values[rank], len(self.wanted.values.whole))] if values else []
         for (start, nbytes), memory in zip(self.parts, (self.wanted.rows, self.wanted.values), strict=False):
-            bytes_at(start + memory.num_bytes, nbytes - memory.num_bytes).fill_(POISON)
+            whole = bytes_at(start, nbytes)
+            whole[: case.shift] = POISON
+            whole[case.shift + memory.num_bytes :] = POISON
         self.static = StaticDispatch(self.exchange, mailboxes)
-        self.block = self.static.block(case.form, blocks, values)
+        rows, values = ([start + case.shift for start in one] if one else None for one in (blocks, values))
+        self.block = self.static.block(case.form, rows, values)
 
     def send(self, inputs):
         weights = None if inputs.weights is None else inputs.weights[self.rank]

@@ -45,7 +45,7 @@ def call_after_call(group, case, num_calls):
         Case(1, "slab"),
         Case(1, "expert_major", hidden=1, dtype=torch.float64, values=torch.float64, topk=3, num_experts=3),
         Case(2, "slab", topk=3, hidden=13, weighted=False),
-        Case(2, "expert_major", dtype=torch.float32, hidden=16, in_place=True),
+        Case(2, "expert_major", dtype=torch.float32, hidden=16, in_place=True, shift=40),
         Case(3, "slab", values=None, num_experts=2, in_place=True),
         Case(3, "expert_major", hidden=5, dtype=torch.float16, alignment=4),
     ],
