@@ -3,6 +3,8 @@
 All ranks are in this process: what is sent is there before anybody waits for it, unless somebody stays away.
 """
 
+import pickle
+
 import pytest
 import torch
 from captured_ranks import Case
@@ -74,6 +76,7 @@ def test_what_does_not_fit_stops_every_rank_alike_and_then_they_go_on(layout):
             with pytest.raises(CapacityExceeded, match=rf"dispatch #{call}: .* but there is room for") as caught:
                 rank.exchange.check()
             found.add((call, caught.value.index, caught.value.need, caught.value.room))
+            assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
             rank.exchange.check()
             want = before[rank.rank]
             assert_unchanged([*want[:8], want[-1]], [*(now := ranks.state_of(rank))[:8], now[-1]])

@@ -225,6 +225,37 @@ def test_an_id_that_is_none_and_another_form_stop_every_rank():
             rank.exchange.check()
 
 
+def test_two_calls_in_flight_fill_two_blocks_and_a_fault_of_one_is_not_the_others():
+    case = Case(2, "expert_major", num_experts=3, depth=2)
+    worlds = [StaticRanks(case), StaticRanks(case)]  # the second one lends its blocks
+    parts = zip(*(rank.parts for rank in worlds[1]), strict=True)
+    places = [[start + case.shift for start, _ in part] for part in parts]
+    for first, other in zip(*worlds, strict=True):
+        other.static, other.exchange = first.static, first.exchange
+        other.wanted.tokens_per_expert = first.wanted.tokens_per_expert
+        other.block = first.static.block(case.form, *places)
+    for call in range(0, 8, 2):
+        inputs = [case.inputs(call), case.inputs(call + 1)]
+        is_bad = call == 4
+        if is_bad:
+            inputs[0].ids[0][0, 0] = 99
+        for ranks, given in zip(worlds, inputs, strict=True):
+            for rank in ranks:
+                rank.send(given)
+        for ranks, given in zip(worlds, inputs, strict=True):
+            for rank in ranks:
+                rank.static.push(rank.batch)
+            for rank in ranks:
+                rank.static.arrive(rank.block)
+                if not is_bad:
+                    rank.exchange.check()
+                    rank.compare(given)
+        for rank in worlds[0]:
+            if is_bad:
+                with pytest.raises(ValueError, match=r"announcement #4: topk_idx\[0, 0\] = 99 of rank 0"):
+                    rank.exchange.check()
+
+
 def test_blocks_are_checked_when_they_are_made():
     case = Case(2, "expert_major")
     ranks = StaticRanks(case)

@@ -88,6 +88,7 @@ def announce_kernel(
 
     Arguments:
         counts: `[E + R]` int32: my routes to each expert, my tokens with a choice at each rank.
+        first_bad: one int64; becomes `NOWHERE` again.
         mailboxes: `[R]` int64, address of each rank's here.
     """
     num_boards = unless_failed(status, num_ranks)
@@ -104,7 +105,8 @@ def announce_kernel(
             column = first + tl.arange(0, COLUMNS)
             count = tl.load(counts + column, mask=column < num_columns)
             tl.store((card + _HEADER).to(tl.pointer_type(tl.int32)) + column, count, mask=column < num_columns)
-    end_send(arrivals, boards, num_boards, slot * num_ranks + rank, begun, ticket, number, RANKS)
+    if end_send(arrivals, boards, num_boards, slot * num_ranks + rank, begun, ticket, number, RANKS):
+        tl.store(first_bad, tl.cast(_NOWHERE, tl.int64))
 
 
 @triton.jit
@@ -142,7 +144,7 @@ def _sum_cards(
         *("board", "slot", "num_ranks", "timeout_ns", "mailbox", "card_bytes", "num_windows", "signature"),
         *("num_experts", "rank", "num_topk", "num_local", "capacity", "alignment", "num_rows"),
     ],
-    do_not_specialize_on_alignment=["ticket", "status", "fault", "first_bad", "arrivals", "used"],
+    do_not_specialize_on_alignment=["ticket", "status", "fault", "arrivals", "used"],
 )
 def plan_announced_kernel(
     board: tl.int64,
@@ -156,7 +158,6 @@ def plan_announced_kernel(
     card_bytes: tl.int64,
     num_windows: tl.int64,
     signature: tl.int64,
-    first_bad: tl.tensor,
     expert_rank: tl.tensor,
     expert_local: tl.tensor,
     num_experts: tl.int32,
@@ -185,12 +186,10 @@ def plan_announced_kernel(
 
     Arguments:
         mailbox: address of mine.
-        first_bad: becomes `NOWHERE` again.
         bases: `[E]` int64: the row, at its rank, of my first route to each expert.
     """
     number = tl.load(ticket)
     num_behind = acquire_lanes(board, slot, number, num_ranks, status, timeout_ns, ALL_RANKS)
-    tl.store(first_bad, tl.cast(_NOWHERE, tl.int64))
     # Whether an earlier call has failed: this one program is all that waits, and then it has not.
     num_ready = tl.where(num_behind == 0, unless_failed(status, num_ranks), 0)
     if num_ready > 0:
@@ -285,7 +284,6 @@ def plan_announced(
     ticket: Tensor,
     mailbox: int,
     signature: int,
-    first_bad: Tensor,
     experts: tuple[Tensor, Tensor],
     form: Form,
     bases: Tensor,
@@ -300,7 +298,7 @@ def plan_announced(
         1,
         bases.device,
         *(control.board, slot, ticket, num_ranks, control.status, control.timeout_ns, control.fault),
-        *(mailbox, card_bytes(num_experts, num_ranks), control.num_windows, signature, first_bad, *experts),
+        *(mailbox, card_bytes(num_experts, num_ranks), control.num_windows, signature, *experts),
         *(num_experts, control.rank, arrived.num_tokens_per_expert.numel()),
         *(form.capacity, form.alignment, form.num_rows, bases, *scratch, *arrived),
         COLUMNS=_COLUMNS,

@@ -41,13 +41,19 @@ def end_send(
     ticket: tl.tensor,
     number: tl.int64,
     RANKS: tl.constexpr,
-) -> None:
-    """Ends every program of a grid that begins a call: the last one signals and counts it, unless num_boards is 0."""
-    if is_last_program(arrivals):
+) -> tl.tensor:
+    """Ends every program of a grid that begins a call: the last one signals and counts it, unless num_boards is 0.
+
+    Returns:
+        Whether this is the last one; it may still write what peers do not read.
+    """
+    is_last = is_last_program(arrivals)
+    if is_last:
         release_lane(boards, num_boards, lane, 1, RANKS)
         if num_boards > 0:
             tl.store(ticket, number)
             tl.store(begun, number)
+    return is_last
 
 
 @triton.jit(

@@ -215,7 +215,7 @@ class StaticDispatch:
         exchange, (block, x, ids, weights, before) = self._exchange, batch
         control, placed, num_tokens = exchange.control, block.placed, ids.shape[0]
         plan_announced(
-            *(control, exchange.announcements.slot, block.announced, self._mailbox, block.signature, self._first_bad),
+            *(control, exchange.announcements.slot, block.announced, self._mailbox, block.signature),
             *(exchange.experts, placed.form, block.bases, block.scratch, placed.arrived),
         )
         planned, device = block.planned[:num_tokens], ids.device
