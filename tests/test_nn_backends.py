@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moecomm.kernels.choices import Choices
-from moecomm.kernels.experts import ExpertRows
+from moecomm.kernels.experts import ExpertRows, Gathered
 from moecomm.nn import backends
 
 
@@ -72,6 +72,31 @@ def test_the_faster_one_is_taken_measured_once_per_family_and_named(gpu, caplog)
     assert choose(num_rows=129) == "torch"
     assert choose(trains=True) == "torch"
     assert gpu.timed[2:] == [("triton", False), ("torch", False), ("triton", True), ("torch", True)]
+
+
+def test_every_layout_is_measured_by_itself_and_named(gpu, caplog):
+    caplog.set_level(logging.INFO, logger="moecomm.nn")
+    weights = torch.zeros(4, 32, 64), torch.zeros(4, 64, 16)
+    counts, routes = torch.zeros(4, dtype=torch.int32), torch.zeros(50, 2, dtype=torch.int64)
+    gathered = Gathered(torch.zeros(100, dtype=torch.int64), routes)
+    for number, rows in enumerate(
+        (
+            ExpertRows(100, counts),
+            ExpertRows(100, None, counts, capacity=25),
+            ExpertRows(100, counts, gathered=gathered),
+            ExpertRows(100, counts, gathered=gathered, row_weights=torch.zeros(100)),
+        )
+    ):
+        gpu.times["torch"] = 0.5 + number % 2
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x, gate_up_proj, down_proj = (
+                torch.empty(one.shape, device="cuda") for one in (torch.zeros(50, 64), *weights)
+            )
+            chosen = backends.choose_backend("auto", x, rows, gate_up_proj, down_proj=down_proj, trains=True)
+        assert chosen == ("triton" if number % 2 else "torch")
+    assert len(gpu.timed) == 8
+    for named in ("(expert_major), weights", "(slab), weights", "(flat, 2 choices), weights"):
+        assert named in caplog.text
 
 
 def test_another_process_measures_another_version_only(gpu, monkeypatch):

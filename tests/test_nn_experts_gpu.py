@@ -76,3 +76,45 @@ def test_auto_keeps_its_choice(tmp_path):
     chosen = choose_backend("auto", tensors[0], ExpertRows(96, offsets), tensors[1], down_proj=tensors[2], trains=True)
     assert chosen in ("torch", "triton")
     assert any('"experts"' in path.read_text().replace("\\", "") for path in tmp_path.rglob("*.json"))
+
+
+def forms_of(device):
+    """A slab and flat rows, as arguments of the module."""
+    generator = torch.Generator().manual_seed(0)
+    slab, x = torch.randn(4, 40, 256, generator=generator), torch.randn(70, 256, generator=generator)
+    ids = torch.randint(-1, 4, (70, 3), generator=generator)
+    weights = torch.rand(70, 3, generator=generator)
+    yield slab.to(device, torch.bfloat16), {"num_tokens_per_expert": torch.tensor([40, 0, 7, 1], device=device)}
+    yield x.to(device, torch.bfloat16), {"topk_idx": ids.to(device), "topk_weights": weights.to(device)}
+
+
+@pytest.mark.parametrize("backend", ["auto", "loops", "torch", "triton"])
+def test_slabs_and_flat_rows_as_on_the_cpu(backend):
+    results = []
+    for device in ("cpu", "cuda"):
+        results.append([])
+        for x, form in forms_of(device):
+            experts = GroupedExperts(4, 256, 128, std=0.1, dtype=torch.bfloat16)
+            experts.backend = "loops" if device == "cpu" else backend
+            experts = experts.to(device)
+            leaf = x.clone().requires_grad_()
+            y = experts(leaf, **form)
+            y.float().square().sum().backward()
+            results[-1] += [y.detach(), leaf.grad, experts.gate_up_proj.grad, experts.down_proj.grad]
+    for want, have in zip(*results, strict=True):
+        assert error(have.cpu(), want) < 3e-2
+
+
+def test_captured_slabs_and_flat_rows_read_new_counts_and_ids():
+    experts = GroupedExperts(4, 256, 128, std=0.1, backend="triton", dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        for x, form in forms_of("cuda"):
+            experts(x, **form)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = experts(x, **form)
+            routing = next(iter(form.values()))
+            for values in (torch.zeros_like(routing), routing.flip(0)):
+                routing.copy_(values)
+                graph.replay()
+                assert torch.equal(y, experts(x, **form))
