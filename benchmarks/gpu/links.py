@@ -44,7 +44,7 @@ def run(context: Context) -> None:
     context.attempt("push, CUDA IPC", shape, lambda: _try_push(context, shape))
     count = torch.cuda.device_count() if context.timer.is_gpu else 0
     for what in ("dispatch over NVLink", "NCCL all_to_all_single"):
-        note = "not measured: the nvlink transport is not built yet"
+        note = "not measured: there is no launcher for one process per device yet"
         context.add(unmeasured(context.part, what, f"{count} devices", note))
 
 
