@@ -43,6 +43,7 @@ def exchange(comm, dtype, kinds):
         received = comm.dispatch(x, ids, weights, **options)
         names = ("x", "topk_weights", "topk_idx", "num_tokens_per_expert", "offsets")
         keep(what, **{name: getattr(received, name) for name in names}, routes=received.handle.routes)
+        keep(what, fingerprint=received.handle.stamp[1])
         again = comm.dispatch_async(x + 1, None, weights, handle=received.handle).wait()
         keep(f"{what} again", x=again.x, topk_weights=again.topk_weights)
         y = random_rows(tuple(received.x.shape), dtype, f"y {rank} {what}").to(comm.device)
