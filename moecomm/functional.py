@@ -94,7 +94,7 @@ def combine(y: Tensor, handle: Handle, topk_weights: Tensor | None, reduce: str)
     return sums
 
 
-# -- CPU -----------------------------------------------------------------------------------------------------------
+# -- eagerly --------------------------------------------------------------------------------------------------------
 
 
 def _split(form: str) -> tuple[Any, int]:
@@ -118,7 +118,7 @@ def _outputs(exchanger: Exchanger, arrival: Arrival) -> tuple[Tensor, Tensor, Te
     return x, weights, local_idx, tokens, torch.zeros_like(tokens) if arrival.offsets is None else arrival.offsets
 
 
-def _dispatch_cpu(
+def _dispatch_now(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, mode: str, form: str, expert_alignment: int, *rest: int
 ) -> tuple[Tensor, ...]:
     exchanger = find_exchanger(rest[0])
@@ -130,14 +130,14 @@ def _dispatch_cpu(
     return *_outputs(exchanger, arrival), handle.routes, handle.topk_idx, handle.counts, handle.stamp
 
 
-def _dispatch_cached_cpu(x: Tensor, topk_weights: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+def _dispatch_cached_now(x: Tensor, topk_weights: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     *parts, num_rows, _ = rest
     handle = _handle(num_rows, *parts)
     exchanger = find_exchanger(handle.communicator)
     return _outputs(exchanger, exchanger.dispatch_again(x, topk_weights, handle))
 
 
-def _combine_cpu(
+def _combine_now(
     y: Tensor, topk_weights: Tensor | None, values: Tensor | None, *parts: Any, reduce: str = "exact"
 ) -> tuple[Tensor, Tensor]:
     handle = _handle(y.shape[0], *parts)
@@ -148,7 +148,7 @@ def _combine_cpu(
     return returned.x, home
 
 
-def _combine_adjoint_cpu(grad: Tensor, y: Tensor, topk_weights: Tensor, *parts: Any) -> tuple[Tensor, Tensor]:
+def _combine_adjoint_now(grad: Tensor, y: Tensor, topk_weights: Tensor, *parts: Any) -> tuple[Tensor, Tensor]:
     handle = _handle(y.shape[0], *parts)
     return find_exchanger(handle.communicator).weighted_adjoint(grad, y, topk_weights, handle)
 
@@ -175,8 +175,9 @@ def _dispatch_fake(
         *_outputs_fake(x, topk_weights, topk_idx.shape[1], layout, num_rows, num_local_experts),
         topk_idx.new_empty(topk_idx.shape, dtype=torch.int64),
         topk_idx.new_empty(topk_idx.shape, dtype=torch.int32),
-        topk_idx.new_empty((num_ranks, num_experts + num_ranks), dtype=torch.int32),
-        topk_idx.new_empty(2, dtype=torch.int64),
+        # What the host knows stays there.
+        topk_idx.new_empty((num_ranks, num_experts + num_ranks), dtype=torch.int32, device="cpu"),
+        topk_idx.new_empty(2, dtype=torch.int64, device="cpu"),
     )
 
 
@@ -271,12 +272,13 @@ def _combine_adjoint_autograd(*arguments: Any) -> Any:
     return _CombineAdjoint.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
-for _name, _cpu, _fake, _autograd in (
-    ("dispatch", _dispatch_cpu, _dispatch_fake, _dispatch_autograd),
-    ("dispatch_cached", _dispatch_cached_cpu, _dispatch_cached_fake, _dispatch_cached_autograd),
-    ("combine", _combine_cpu, _combine_fake, _combine_autograd),
-    ("combine_adjoint", _combine_adjoint_cpu, _combine_adjoint_fake, _combine_adjoint_autograd),
+for _name, _now, _fake, _autograd in (
+    ("dispatch", _dispatch_now, _dispatch_fake, _dispatch_autograd),
+    ("dispatch_cached", _dispatch_cached_now, _dispatch_cached_fake, _dispatch_cached_autograd),
+    ("combine", _combine_now, _combine_fake, _combine_autograd),
+    ("combine_adjoint", _combine_adjoint_now, _combine_adjoint_fake, _combine_adjoint_autograd),
 ):
-    _library.impl(_name, _cpu, "CPU")
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _now, _key)
     _library.impl(_name, _autograd, "Autograd")
     torch.library.register_fake(f"moecomm::{_name}", _fake, lib=_library)

@@ -41,13 +41,13 @@ class Handle:
 
     @property
     def counts(self) -> torch.Tensor:
-        """`[R, E + R]` int32: per source rank its routes per expert, then its distinct tokens per rank."""
+        """`[R, E + R]` int32 on the host: per source rank its routes per expert, then its distinct tokens per rank."""
         assert self.routing.counts is not None
         return self.routing.counts
 
     @property
     def stamp(self) -> torch.Tensor:
-        """`[2]` int64: number of the dispatch that made it, fingerprint of `topk_idx`. The same tensor each time."""
+        """`[2]` int64 on the host: number of its dispatch, fingerprint of `topk_idx`. The same tensor each time."""
         stamp = self.routing.stamp
         if stamp is None:
             stamp = self.__dict__.get("_stamp")

@@ -1,10 +1,12 @@
-"""Rows between processes: two on one device over CUDA IPC, tried and reported; between devices: what exists today.
+"""Rows between ranks: whole communicators of virtual ranks; a push between two processes on one device over CUDA IPC,
+tried and reported; between devices: what exists today.
 
 python benchmarks/gpu/links.py HANDLE NUM_BYTES ...       the other process; started by `run`, not by people
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from answers import wrong_bits
 from context import Context
+from exchange import run_pairs
 from report import compared, unmeasured
 from timing import Timer, Timing
 from torch import Tensor
@@ -42,9 +45,17 @@ def run(context: Context) -> None:
     sizes = context.sizes
     shape = f"{sizes.tokens} x {sizes.exchange.hidden} bf16, to 2 places"
     context.attempt("push, CUDA IPC", shape, lambda: _try_push(context, shape))
+    if context.timer.is_gpu:
+        for num_ranks in (1, 2):
+            devices = [context.device] * num_ranks
+            context.attempt(
+                "dispatch + combine, communicator",
+                f"{num_ranks} virtual ranks",
+                functools.partial(run_pairs, context, num_ranks, devices),
+            )
     count = torch.cuda.device_count() if context.timer.is_gpu else 0
     for what in ("dispatch over NVLink", "NCCL all_to_all_single"):
-        note = "not measured: the nvlink transport is not built yet"
+        note = "not measured: there is no launcher for one process per device yet"
         context.add(unmeasured(context.part, what, f"{count} devices", note))
 
 

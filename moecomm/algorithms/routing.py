@@ -18,8 +18,9 @@ class Routing(NamedTuple):
         topk_idx: `[T, K]` int32 or int64 global expert ids, -1 = no expert.
         layout, expert_alignment: of the rows received.
         routes: `[T, K]` int64, or None before the counts are known.
-        counts: `[R, E + R]` int32, or None before they are known.
-        stamp: `[2]` int64 (number of the dispatch, fingerprint of `topk_idx`), or None: not known, or not made yet.
+        counts: `[R, E + R]` int32 on the host, or None before they are known.
+        stamp: `[2]` int64 on the host (number of the dispatch, fingerprint of `topk_idx`), or None: not known, or not
+            made yet.
         capacity: 0 = as many rows as arrive; else the shape is fixed: rows per expert (slab), rows in all
             (expert_major).
         origin, fingerprint: what the stamp says, where that is known without reading a tensor; else None.

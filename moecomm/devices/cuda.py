@@ -14,6 +14,7 @@ from torch import Tensor
 from moecomm.devices.base import AsynchronousDevice, DeviceIdentity, DeviceMemory, Event, Stream
 from moecomm.devices.device_queue import NUM_SLOTS, DeviceQueue
 from moecomm.devices.queue import Queue
+from moecomm.errors import TransportUnavailable
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.registry import chosen_eager_kernels, chosen_kernels, signal_kernels_for
 from moecomm.kernels.signals import SignalKernels
@@ -126,6 +127,7 @@ class CudaDevice(AsynchronousDevice):
 
     Raises:
         ValueError: there is no such device.
+        TransportUnavailable: Triton is not installed.
     """
 
     kind = "cuda"
@@ -136,6 +138,10 @@ class CudaDevice(AsynchronousDevice):
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
             raise ValueError(f"device: {device} was asked for, but there are {torch.cuda.device_count()} CUDA devices")
+        try:
+            signal_kernels_for("triton")
+        except ImportError as error:
+            raise TransportUnavailable("device 'cuda'", f"{error}.", "pip install triton.") from error
         self.torch_device = torch.device("cuda", index)
         self._index = index
 

@@ -88,6 +88,7 @@ class DeviceQueue(OrderedQueue):
         self._stream.submit(lambda: self._make(boards))
         self._stream.synchronize()
         self._seen = device.pinned(torch.zeros(self._status.shape, dtype=torch.int64))
+        self._words = self._seen.numpy()  # the same memory
         self._sent = [0] * NUM_SLOTS
         self._kept: deque[_Kept] = deque()
         self._returns = Returns()
@@ -274,7 +275,8 @@ class DeviceQueue(OrderedQueue):
                 operation="an earlier call",
                 peers=self._lost,
             )
-        if self._seen[0] != 0:
+        if self._words[0] != 0:
+            self._synchronize()  # the other words may still be on their way
             self._kernels.raise_if_behind(
                 self._seen, "an earlier call", describe=lambda rank: f"the device of rank {rank}"
             )

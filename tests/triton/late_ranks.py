@@ -28,22 +28,25 @@ def exchange(comm, dtype, kinds):
     """One of each kind of call; what they gave, by name."""
     found = {}
     rank, num_tokens = comm.rank, TOKENS[comm.num_ranks][comm.rank]
-    x = random_rows((num_tokens, 24), dtype, f"x {rank}")
+    x = random_rows((num_tokens, 24), dtype, f"x {rank}").to(comm.device)
     ids = (masked if rank % 2 else with_duplicates)(num_tokens, 6, 3, seed=rank)
     weights = torch.rand(num_tokens, 3, generator=torch.Generator().manual_seed(rank)).masked_fill(ids < 0, 0)
+    ids, weights = ids.to(comm.device), weights.to(comm.device)
 
     def keep(what, **tensors):
-        found.update({f"{what}: {name}": None if t is None else t.detach().clone() for name, t in tensors.items()})
+        for name, tensor in tensors.items():
+            found[f"{what}: {name}"] = None if tensor is None else tensor.detach().cpu().clone()
 
     for what, options in kinds.items():
         if what == "slab":  # which has no room for duplicates
-            ids = masked(num_tokens, 6, 3, seed=rank)
+            ids = masked(num_tokens, 6, 3, seed=rank).to(comm.device)
         received = comm.dispatch(x, ids, weights, **options)
         names = ("x", "topk_weights", "topk_idx", "num_tokens_per_expert", "offsets")
         keep(what, **{name: getattr(received, name) for name in names}, routes=received.handle.routes)
+        keep(what, fingerprint=received.handle.stamp[1])
         again = comm.dispatch_async(x + 1, None, weights, handle=received.handle).wait()
         keep(f"{what} again", x=again.x, topk_weights=again.topk_weights)
-        y = random_rows(tuple(received.x.shape), dtype, f"y {rank} {what}")
+        y = random_rows(tuple(received.x.shape), dtype, f"y {rank} {what}").to(comm.device)
         keep(what, home=comm.combine(y, received.handle), came=comm.combine(received.x, received.handle))
         buffer = comm.combine_buffer(received.handle, dtype)
         keep(what, buffered=comm.combine_async(buffer.copy_(y), received.handle).wait())
@@ -62,9 +65,18 @@ def compare(group, transport, dtype, kinds):
     """The same calls on the stand-in device and on the native kernels give the same bits."""
     identity = DeviceIdentity("late", ("late",)) if transport == "local" else DeviceIdentity(str(group.rank), _NAMES)
     device = LateDevice(delay=5e-4 * group.rank, identity=identity)
-    with Communicator(group, **SIZES, transport=transport, device=device) as comm:
-        got = exchange(comm, dtype, kinds)
+    got = on_device(group, transport, device, dtype, kinds)
     device.end()
+    compare_with_native(group, got, dtype, kinds)
+
+
+def on_device(group, transport, device, dtype, kinds):
+    with Communicator(group, **SIZES, transport=transport, device=device, memory_limit=1 << 21) as comm:
+        assert comm.transport_name == ("local" if transport == "auto" else transport)
+        return exchange(comm, dtype, kinds)
+
+
+def compare_with_native(group, got, dtype, kinds):
     with Communicator(group, **SIZES) as comm:
         wanted = exchange(comm, dtype, kinds)
     assert got.keys() == wanted.keys()

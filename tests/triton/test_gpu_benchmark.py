@@ -24,6 +24,8 @@ import run
 import sizes
 import timing
 from context import Context
+from exchange import run_pairs
+from late_device import LateDevice
 
 from moecomm.errors import TransportUnavailable
 from moecomm.kernels import kernels_for
@@ -242,6 +244,18 @@ def test_links_say_what_is_missing():
     assert torch.equal(target, links.expected_rows(table))
     with pytest.raises(RuntimeError, match="the other process ended with 1"):
         links._ask_child(["not a handle"])
+
+
+def test_whole_communicators_are_checked():
+    context = context_of("links")
+    devices = [LateDevice() for _ in range(2)]
+    run_pairs(context, 2, devices)
+    (record,) = context.records
+    assert record.wrong == 0
+    assert record.repetitions == 15
+    assert record.bytes == 2 * ((5 + 5 * 2) + (5 * 2 + 5)) * context.sizes.exchange.hidden * 2
+    for device in devices:
+        device.end()
 
 
 def test_what_stops_a_case_becomes_a_record():

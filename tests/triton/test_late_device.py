@@ -50,5 +50,8 @@ def test_streams_in_order(delays):
     ],
 )
 def test_mistakes_in_the_order_show(mistake, delays):
-    found = launch(caller_on_a_stream, 2, getattr(late_ranks, mistake), *delays, timeout=50)
-    assert False in found, found
+    for slower in (1, 4, 10):  # a machine that is shared may be late itself
+        scaled = [tuple(slower * seconds for seconds in ranks) for ranks in delays]
+        if False in launch(caller_on_a_stream, 2, getattr(late_ranks, mistake), *scaled, timeout=50):
+            return
+    pytest.fail(f"nobody has noticed {mistake}")

@@ -9,7 +9,7 @@ import torch
 from late_device import LateDevice, LateEvent, LateStream, PromptStream
 from late_ranks import SIZES
 
-from moecomm import Communicator, MemoryLimitExceeded, PeerFailed, PeerLost, PeerTimeout
+from moecomm import Communicator, CommunicatorClosed, MemoryLimitExceeded, PeerFailed, PeerLost, PeerTimeout
 from moecomm.algorithms.calls import LANE_DONE
 from moecomm.devices.device_queue import DeviceQueue
 from moecomm.testing import launch, uniform
@@ -170,4 +170,34 @@ def test_tensors_of_another_device_are_refused():
             comm.dispatch(x.to("meta"), ids)
         with pytest.raises(TypeError, match=r"topk_idx is on meta.*device='meta'"):
             comm.dispatch(x, ids.to("meta"))
+        check_pair(comm)
+
+
+def close_in_flight(group):
+    """Calls that are in flight at the end, and tensors that outlive their communicator."""
+    device = LateDevice(2e-3)
+    comm = Communicator(group, **SIZES, transport="local", device=device)
+    x, ids = rows_of(comm.rank)
+    received = comm.dispatch(x, ids)
+    expected = received.x.clone()
+    work = comm.combine_async(received.x, received.handle)
+    comm.close()
+    with pytest.raises(CommunicatorClosed, match="was in flight when the communicator was closed"):
+        work.wait()
+    del work, comm
+    gc.collect()
+    assert torch.equal(received.x, expected)
+    device.end()
+
+
+def test_closing_waits_for_the_device_and_tensors_outlive_it():
+    launch(close_in_flight, 2, timeout=20)
+
+
+def test_low_latency_that_would_take_too_much_is_refused():
+    options = SIZES | {"max_tokens_per_rank": 4096}
+    with Communicator(None, **options, device=LateDevice(), memory_limit=1 << 16) as comm:
+        x, ids = rows_of(0)
+        with pytest.raises(ValueError, match="of cuda memory for windows of max_tokens_per_rank=4096 tokens"):
+            comm.dispatch(x, ids, mode="low_latency")
         check_pair(comm)
