@@ -6,17 +6,21 @@ them (see far_rows.py) and then sum as if the rows lay at their owners.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.far_rows import FarRows
+from moecomm.algorithms.far_rows import FarRows, Run
 from moecomm.algorithms.plan import block_layout
 from moecomm.algorithms.routing import Routing
 from moecomm.transports.base import Region
 
 __all__ = ["Homecoming"]
+
+# Runs of fewer bytes, on average, are copied together before they are put: a message costs more than the copy.
+_WORTH_A_MESSAGE = 64 << 10
 
 
 class Homecoming:
@@ -67,10 +71,23 @@ class Homecoming:
             offsets = block_layout(theirs.num_rows, self._plane_bytes).offsets
             runs = theirs.runs(me)
             for plane, offset, nbytes in zip(planes, offsets, self._plane_bytes, strict=True):
-                for here, there, count in runs if nbytes else ():
-                    target, source = landings[home] + offset + there * nbytes, plane.data_ptr() + here * nbytes
-                    exchange.transport.put(region, target, source, count * nbytes, home)
-                    exchange.hops.between += count * nbytes
+                if nbytes and runs:
+                    self._put(region, landings[home] + offset, plane.data_ptr(), nbytes, runs, home)
+
+    def _put(self, region: Region, landing: int, rows: int, nbytes: int, runs: Sequence[Run], home: int) -> None:
+        """Puts runs of rows of one plane, which lie behind each other where they land."""
+        transport, hops = self._exchange.transport, self._exchange.hops
+        num_rows = sum(count for _, _, count in runs)
+        hops.between += num_rows * nbytes
+        if len(runs) > 1 and num_rows * nbytes < len(runs) * _WORTH_A_MESSAGE:
+            packed = torch.empty(num_rows * nbytes, dtype=torch.uint8)
+            first = runs[0][1]
+            for here, there, count in runs:
+                ctypes.memmove(packed.data_ptr() + (there - first) * nbytes, rows + here * nbytes, count * nbytes)
+            transport.put(region, landing + first * nbytes, packed.data_ptr(), num_rows * nbytes, home)
+            return
+        for here, there, count in runs:
+            transport.put(region, landing + there * nbytes, rows + here * nbytes, count * nbytes, home)
 
     def readdress(self, addresses: list[list[int]], landing: int) -> None:
         """Replaces, by plane and rank, the addresses of far ranks' rows by those of where they have landed."""
