@@ -117,6 +117,7 @@ constexpr std::uint32_t kOpCallback = 1 << 1;
 constexpr std::uint32_t kOpUserData = 1 << 2;
 constexpr std::uint32_t kOpFlags = 1 << 4;
 constexpr std::uint32_t kCloseForce = 1 << 0;
+constexpr std::uint32_t kSendEager = 1 << 1;
 struct RequestParam {
     std::uint32_t op_attr_mask;
     std::uint32_t flags;

@@ -16,7 +16,9 @@ namespace {
 constexpr std::size_t kSizeClasses[UcxWire::kNumSizeClasses] = {0, 4096, UcxWire::kLargestPiece};
 constexpr std::size_t kOverhead = 256;                      // what a message without bytes counts as
 constexpr std::size_t kMaxInFlight = std::size_t{4} << 20;  // per peer; enough for 100 Gbit/s and 300 us
-constexpr std::size_t kMaxNotes = 64;                       // a flood of refusals must not become one of memory
+// Up to so many bytes go with their message; asking the receiver first would cost a way there and back.
+constexpr std::size_t kEagerBytes = std::size_t{64} << 10;
+constexpr std::size_t kMaxNotes = 64;  // a flood of refusals must not become one of memory
 // How long a rank that left on account of another one is not reported, so that the one at fault comes first.
 constexpr auto kGrace = std::chrono::milliseconds(300);
 constexpr auto kNap = std::chrono::milliseconds(1);
@@ -114,6 +116,10 @@ void UcxWire::post(Link& link, const Header& header, const void* source, std::si
     param.op_attr_mask = ucp::kOpCallback | ucp::kOpUserData;
     param.callback.send = &UcxWire::on_sent;
     param.user_data = send;
+    if (nbytes <= kEagerBytes) {
+        param.op_attr_mask |= ucp::kOpFlags;
+        param.flags = ucp::kSendEager;
+    }
     const ucp::Request request = api_.am_send_nbx(link.endpoint, kMessageId, &send->header, sizeof send->header,
                                                   send->bytes.get(), nbytes, &param);
     if (ucp::is_pending(request)) {

@@ -199,5 +199,5 @@ class Transport(abc.ABC):
     def _spin_ns(self) -> int:
         """A waiting rank gives its core away at once when there are more ranks than cores."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        here = sum(peer.host == self.peers[self.rank].host for peer in self.peers)
+        here = sum(peer.machine == self.peers[self.rank].machine for peer in self.peers)
         return _SPIN_NS if here <= cores else 0

@@ -38,6 +38,7 @@ class Peer:
         ucx_problem: the sentence why UCX cannot be used in this process; empty if it can, or if nobody has looked
             because the ranks share a host.
         device: which device it is, and what that reaches.
+        machine: token of the running kernel, whatever MOECOMM_HOST_ID says: ranks of one machine share its cores.
         nvshmem_problem: the sentence why NVSHMEM cannot be used in this process; empty if it can, or if nobody has
             looked because the tensors are not on CUDA.
     """
@@ -53,6 +54,7 @@ class Peer:
     in_process: bool
     ucx_problem: str = ""
     device: DeviceIdentity = _CPU
+    machine: str = ""
     nvshmem_problem: str = ""
 
 
@@ -78,17 +80,19 @@ def my_identity(group: Group, device_type: str = "cpu", device: DeviceIdentity =
         pid_namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         pid_namespace = ""
+    machine = _read("/proc/sys/kernel/random/boot_id") or socket.gethostname()
     return Peer(
         rank=group.rank,
         pid=os.getpid(),
         process=_process_token(),
-        host=os.environ.get("MOECOMM_HOST_ID") or _read("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
+        host=os.environ.get("MOECOMM_HOST_ID") or machine,
         pid_namespace=pid_namespace,
         uid=os.getuid(),
         hostname=socket.gethostname(),
         device_type=device_type,
         in_process=isinstance(group, (LocalGroup, SoloGroup)),
         device=device,
+        machine=machine,
     )
 
 
