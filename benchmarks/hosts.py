@@ -168,6 +168,7 @@ def main() -> int:
     add = parser.add_argument
     add("--ranks", default="2,2", help="ranks on each host")
     add("--rate", default="1gbit", help="of every link in each direction, as tc writes it")
+    add("--own-cores", action=argparse.BooleanOptionalAction, default=True, help="divide the cores among the hosts")
     add("--tokens", type=int, default=1024, help="per rank, of the exchange")
     add("--hidden", type=int, default=2048, help="elements per row")
     add("--experts", type=int, default=32, help="over all ranks")
@@ -193,7 +194,7 @@ def main() -> int:
     shares = {"exchange": 0.6, "limited": 0.2, "low_latency": 0.2}
     found: dict[str, Found] = {}
     has_failed = False
-    with Hosts([int(count) for count in args.ranks.split(",")], rate=args.rate) as hosts:
+    with Hosts([int(count) for count in args.ranks.split(",")], rate=args.rate, own_cores=args.own_cores) as hosts:
         for number, part in enumerate(parts):
             hosts.limit(None if part == "low_latency" else args.rate)
             console.heading(f"{part}: links {'unlimited' if part == 'low_latency' else args.rate}")
