@@ -6,17 +6,21 @@ them (see far_rows.py) and then sum as if the rows lay at their owners.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.far_rows import FarRows
+from moecomm.algorithms.far_rows import FarRows, Run
 from moecomm.algorithms.plan import block_layout
 from moecomm.algorithms.routing import Routing
 from moecomm.transports.base import Region
 
 __all__ = ["Homecoming"]
+
+# A message costs as much as copying about that many bytes.
+_TOGETHER_BYTES = 128 << 10
 
 
 class Homecoming:
@@ -67,10 +71,31 @@ class Homecoming:
             offsets = block_layout(theirs.num_rows, self._plane_bytes).offsets
             runs = theirs.runs(me)
             for plane, offset, nbytes in zip(planes, offsets, self._plane_bytes, strict=True):
-                for here, there, count in runs if nbytes else ():
-                    target, source = landings[home] + offset + there * nbytes, plane.data_ptr() + here * nbytes
-                    exchange.transport.put(region, target, source, count * nbytes, home)
-                    exchange.hops.between += count * nbytes
+                if nbytes:
+                    self._put(plane, nbytes, region, landings[home] + offset, runs, home)
+
+    def _put(
+        self, plane: torch.Tensor, row_bytes: int, region: Region, landing: int, runs: Sequence[Run], home: int
+    ) -> None:
+        """Puts runs that lie apart here and behind each other at home; short ones together, as one message."""
+        transport, rows = self._exchange.transport, plane.data_ptr()
+        self._exchange.hops.between += row_bytes * sum(count for _, _, count in runs)
+        begin = 0
+        while begin < len(runs):
+            end, num_rows = begin + 1, runs[begin][2]
+            while end < len(runs) and (num_rows + runs[end][2]) * row_bytes <= _TOGETHER_BYTES:
+                num_rows += runs[end][2]
+                end += 1
+            here, there, _ = runs[begin]
+            source, together = rows + here * row_bytes, None
+            if end > begin + 1:
+                together = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
+                source = to = together.data_ptr()
+                for first, _, count in runs[begin:end]:
+                    ctypes.memmove(to, rows + first * row_bytes, count * row_bytes)
+                    to += count * row_bytes
+            transport.put(region, landing + there * row_bytes, source, num_rows * row_bytes, home)
+            begin = end
 
     def readdress(self, addresses: list[list[int]], landing: int) -> None:
         """Replaces, by plane and rank, the addresses of far ranks' rows by those of where they have landed."""
