@@ -38,26 +38,30 @@ def draw_topology(topology: Topology, width: int = 80) -> str:
     width = max(width, _NARROWEST)
     largest = max(len(topology.ranks_in(domain)) for domain in range(topology.num_domains))
     cell = len(str(topology.num_ranks - 1)) + 2
-    domains = [f"domain {domain}" for domain in range(topology.num_domains)]
-    # A local index as "+4" stands before the lines that do not begin with 0.
-    fixed = max(map(len, domains)) + 2 + len(str(largest)) + 4
-    hosts = _host_labels(topology, width - fixed - min(largest, 8) * cell)
-    left = fixed + max(map(len, hosts))
-    columns = _num_columns(largest, (width - left) // cell)
+    domain_width = len(f"domain {topology.num_domains - 1}")
+    spans_hosts = len(set(zip(topology.domain_of, topology.host_of, strict=True))) > topology.num_domains
+    # Lines that do not begin with local index 0 say with which, as "+4"; where there are any, they need room.
+    for room in (0, len(str(largest)) + 3):
+        hosts = _host_labels(topology, width - domain_width - 3 - room - min(largest, 8) * cell)
+        left = max(len(_TITLE) + 1, domain_width + 2 + max(map(len, hosts)) + room + 1)
+        columns = _num_columns(largest, (width - left) // cell)
+        if largest <= columns and not spans_hosts:
+            break
     lines = [line for domain in range(topology.num_domains) for line in _lines(topology, domain, columns, largest)]
     shown = max(len(line.cells) for line in lines)
-    body = [_TITLE.ljust(left) + "".join(f"{column} ".rjust(cell) for column in range(shown))]
-    for before, line in zip([None, *lines], lines, strict=False):
+    text = [*_summary(topology, width), ""]
+    text.append(_TITLE.ljust(left) + "".join(f"{column} ".rjust(cell) for column in range(shown)))
+    before = None
+    for line in lines:
         is_new = before is None or before.domain != line.domain
-        domain = domains[line.domain] if is_new else ""
+        domain = f"domain {line.domain}" if is_new else ""
         host = hosts[line.host] if before is None or is_new or before.host != line.host else ""
-        offset = f"+{line.first}" if line.first else ""
-        head = domain.ljust(max(map(len, domains)) + 2) + host.ljust(max(map(len, hosts)) + 2)
-        body.append(
-            head.ljust(left - 1 - len(offset)) + offset + " " + "".join(text.rjust(cell) for text in line.cells)
-        )
-    text = [*_summary(topology, width), "", *body, "", *_explained(topology, columns, largest, width)]
-    return "\n".join(line.rstrip() for line in text)
+        offset = f"+{line.first} " if line.first else ""
+        head = f"{domain.ljust(domain_width)}  {host}".ljust(left - len(offset)) + offset
+        text.append(head + "".join(one.rjust(cell) for one in line.cells))
+        before = line
+    text += ["", *_explained(topology, columns, largest, width)]
+    return "\n".join(line.rstrip() for line in text).rstrip()
 
 
 def _host_labels(topology: Topology, room: int) -> list[str]:

@@ -10,15 +10,18 @@ from host_worlds import OnHosts, why_not_ucx
 
 from moecomm import SoloGroup, Topology
 from moecomm.testing import launch
+from moecomm.transports import registry
 from moecomm.transports.domains import check_topology, far_ranks, find_topology
 from moecomm.transports.peers import Peer
-from moecomm.transports.registry import register, transport_names
-
-for _name, _path in PATHS.items():
-    if _name not in transport_names():
-        register(_name, _path)
 
 needs_ucx = pytest.mark.skipif(bool(why_not_ucx()), reason=f"no UCX: {why_not_ucx()}")
+
+
+@pytest.fixture(autouse=True)
+def known_transports(monkeypatch):
+    """Registered for these tests alone: others look at all that are."""
+    for name, path in PATHS.items():
+        monkeypatch.setitem(registry._known, name, path)
 
 
 def peer(rank, host="kernel", hostname="node", namespace="pid:1", uid=0, process=None, in_process=False):

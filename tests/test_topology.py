@@ -3,7 +3,9 @@
 import dataclasses
 import pickle
 import re
+import textwrap
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -198,3 +200,10 @@ def test_a_drawing_shows_every_rank_once_within_its_width(topology, width):
     left = title.index("0") - len(str(topology.num_ranks - 1))
     ranks = [int(cell) for line in lines for cell in re.sub(r"\(\d+\)", " ", line[left:]).split()]
     assert sorted(ranks) == list(range(topology.num_ranks))
+
+
+def test_the_documentation_shows_the_drawing_as_it_is():
+    shown = Topology((0, 0, 0, 1, 1), (0, 0, 0, 1, 1), ("node-a", "node-b"))
+    drawn = textwrap.indent(draw_topology(shown, 78), "  ")
+    page = Path(__file__).parents[1] / "docs" / "multi-host.md"
+    assert drawn in page.read_text(encoding="utf-8")

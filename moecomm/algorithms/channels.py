@@ -22,9 +22,10 @@ from moecomm.transports.base import Transport
 __all__ = ["HEADER_BYTES", "Channels", "Chunk", "ChunkForm"]
 
 HEADER_BYTES = 64
-# Enough for the link to stay busy while a chunk is taken out and its credit travels.
-_NUM_PLACES = 4
-_LARGEST_CHUNK = 1 << 20
+# Small, so that little time passes before the first one is on its way and after the last one has come.
+_LARGEST_CHUNK = 256 << 10
+# Credit may have to queue behind rows that travel the other way, and the link should stay busy meanwhile.
+_FEWEST_PLACES, _MOST_PLACES = 4, 32
 # What all rings of a rank take together, unless single rows are larger than their share.
 _RING_BYTES = 32 << 20
 
@@ -99,16 +100,18 @@ class Channels:
         others = [(domain + step) % num for step in range(1, num)]
         self.rails = {other: topology.rail(me, other) for other in others}
         self.sources = topology.rail_sources(me)
-        most_sources = max(len(topology.rail_sources(rank)) for rank in range(topology.num_ranks))
-        share = min(_LARGEST_CHUNK, _RING_BYTES // (_NUM_PLACES * max(1, most_sources)))
+        most_sources = max(1, *(len(topology.rail_sources(rank)) for rank in range(topology.num_ranks)))
+        share = min(_LARGEST_CHUNK, _RING_BYTES // (_FEWEST_PLACES * most_sources))
         least = entry_bytes + 8 * HEADER_BYTES
         self.chunk_bytes = -(-max(share, least) // HEADER_BYTES) * HEADER_BYTES
-        self._region = transport.allocate(max(1, most_sources) * _NUM_PLACES * self.chunk_bytes)
+        places = _RING_BYTES // (self.chunk_bytes * most_sources)
+        self._num_places = max(_FEWEST_PLACES, min(places, _MOST_PLACES))
+        self._region = transport.allocate(most_sources * self._num_places * self.chunk_bytes)
         self._memory = transport.mapping(self._region).view(0, self._region.nbytes)
         self._outbox = _C.Mapping.create_private(self.chunk_bytes)
         self._header_out = self._outbox.view(0, HEADER_BYTES)
         self.outbox = self._outbox.address + HEADER_BYTES
-        ring = _NUM_PLACES * self.chunk_bytes
+        ring = self._num_places * self.chunk_bytes
         self._rings_here = {source: place * ring for place, source in enumerate(self.sources)}
         self._rings_there = {rail: topology.rail_sources(rail).index(me) * ring for rail in self.rails.values()}
         self._num_sent = dict.fromkeys(self._rings_there, 0)
@@ -116,7 +119,7 @@ class Channels:
 
     def may_send(self, rail: int) -> bool:
         """Whether there is a place in the ring."""
-        return self.num_unanswered(rail) < _NUM_PLACES
+        return self.num_unanswered(rail) < self._num_places
 
     def num_unanswered(self, rail: int) -> int:
         """Chunks sent to the rail that it has not taken out."""
@@ -132,7 +135,7 @@ class Channels:
             nbytes: of the arrays.
         """
         _HEADER.pack_into(self._header_out, 0, sequence, chunk.num_rows, chunk.is_last, *chunk.answers)
-        offset = self._rings_there[rail] + self._num_sent[rail] % _NUM_PLACES * self.chunk_bytes
+        offset = self._rings_there[rail] + self._num_sent[rail] % self._num_places * self.chunk_bytes
         self._transport.put(self._region, offset, self._outbox.address, HEADER_BYTES + nbytes, rail)
         self._transport.signal(rail, LANE_CHUNK)
         self._num_sent[rail] += 1
@@ -140,7 +143,7 @@ class Channels:
     def next_chunk(self, source: int, sequence: int) -> Chunk | None:
         """The next chunk of the call from a rank that I serve, or None if it is not here yet."""
         while self._num_taken[source] < self._transport.lane(LANE_CHUNK, source):
-            offset = self._rings_here[source] + self._num_taken[source] % _NUM_PLACES * self.chunk_bytes
+            offset = self._rings_here[source] + self._num_taken[source] % self._num_places * self.chunk_bytes
             number, num_rows, is_last, *answers = _HEADER.unpack_from(self._memory, offset)
             if number == sequence:
                 address = self._region.address + offset + HEADER_BYTES

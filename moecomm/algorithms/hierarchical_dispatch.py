@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
@@ -20,6 +21,8 @@ __all__ = ["HierarchicalDispatch"]
 
 _ID_BYTES = 4
 _NOWHERE = (0, 0)
+# Sent to each rail before it is known whether the call goes over rails; a call that begins never waits.
+_EARLY_CHUNKS = 4
 
 
 class HierarchicalDispatch(Dispatch):
@@ -45,6 +48,7 @@ class HierarchicalDispatch(Dispatch):
         self.channels = channels
         self.rails = rails
         self.traffic: Traffic | None = None
+        self.is_open = False
         # Arrays of a chunk: ids, weights, planes of the rows.
         num_topk = routing.topk_idx.shape[1]
         value_bytes = 0 if topk_weights is None else topk_weights.element_size()
@@ -67,38 +71,59 @@ class HierarchicalDispatch(Dispatch):
         pairs = sum(card.offsets[0] for card in self.cards)
         return self.exchange.hops.choose("dispatch", self.call.title, direct, pairs * sum(self.arrays))
 
+    def _announce(self) -> None:
+        super()._announce()
+        if self.exchange.hops.expects_rails("dispatch"):
+            # Long before the grants are here. If the call goes another way after all, nobody takes these chunks.
+            self._traffic_out().send(_EARLY_CHUNKS)
+
+    def _begin_sending(self) -> None:
+        if self._is_worth_it():
+            traffic = self._traffic_out()
+            traffic.expect(self._incoming())
+            traffic.send()
+        else:
+            self.traffic = None
+
     def _stream(self) -> bool:
-        if self.traffic is None:
+        if not self.is_open:
             self._look()
-            if not self._is_worth_it():
+            self.is_open = True
+            if self.cached:
+                self._begin_sending()
+            if self.traffic is None:
                 self._push_direct()
                 return True
-            self.traffic = self._begin()
-            # The link is busy from here on; what stays inside the domain is written meanwhile.
-            self.traffic.advance()
+            # The link is busy; what stays inside the domain is written meanwhile.
             self._write_near()
+        assert self.traffic is not None
         is_finished = self.traffic.advance()
         self.call.awaiting = self.traffic.awaited()
         if is_finished:
             self.exchange.sequencer.signal_all(LANE_DONE, self.call)
         return is_finished
 
-    def _begin(self) -> Traffic:
-        channels, rails, routing = self.channels, self.rails, self.routing
+    def _traffic_out(self) -> Traffic:
+        """What I send; made once."""
+        if self.traffic is None:
+            planes = self.row_format.encode(self.x)
+            outgoing = []
+            for domain, rail in self.channels.rails.items():
+                entries = self.rails.per_token(self.routing.topk_idx, domain, self.domains)
+                if len(entries.tokens):
+                    outgoing.append(_RowsOut(self, rail, entries, planes))
+            self.traffic = Traffic(self.channels, self.call.sequence, outgoing)
+        return self.traffic
+
+    def _incoming(self) -> dict[int, Callable[[Chunk], None]]:
+        rails, routing = self.rails, self.routing
         assert routing.counts is not None
         counts = routing.counts.numpy()
-        planes = self.row_format.encode(self.x)
-        outgoing = []
-        for domain, rail in channels.rails.items():
-            entries = rails.per_token(routing.topk_idx, domain, self.domains)
-            if len(entries.tokens):
-                outgoing.append(_RowsOut(self, rail, entries, planes))
-        incoming = {
+        return {
             source: partial(self._forward, RailRoutes(self.exchange.kernels, rails.placement, routing, source))
-            for source in channels.sources
+            for source in self.channels.sources
             if rails.concerns(counts, source, rails.domain)
         }
-        return Traffic(channels, self.call.sequence, outgoing, incoming)
 
     def _write_near(self) -> None:
         """Writes the rows of my own domain to their places."""
@@ -133,7 +158,8 @@ class HierarchicalDispatch(Dispatch):
             kernels.push_values(weights, routes, rest[0])
 
     _phases: ClassVar[tuple[Phase, ...]] = (
-        *Dispatch._phases[:2],
+        Phase("announce", None, _announce),
+        Dispatch._phases[1],
         Phase("push", LANE_GRANTED, _stream, is_stream=True),
         Dispatch._phases[-1],
     )

@@ -49,6 +49,11 @@ class Hops:
         self.note(kind, Choice(title, is_hierarchical, direct_bytes, hierarchical_bytes))
         return is_hierarchical
 
+    def expects_rails(self, kind: str) -> bool:
+        """Whether a call will probably go over rails: as the last one did."""
+        last = self.choices.get(kind)
+        return self.way == "hierarchical" or (last is not None and last.is_hierarchical)
+
     def note(self, kind: str, choice: Choice) -> None:
         """Keeps a choice for whoever asks."""
         self.choices[kind] = choice

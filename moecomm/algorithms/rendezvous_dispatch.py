@@ -113,6 +113,10 @@ class Dispatch:
             origin=self.call.sequence,
             fingerprint=self.fingerprint,
         )
+        self._begin_sending()
+
+    def _begin_sending(self) -> None:
+        """What can be sent before the grants are known."""
 
     def _grant_cached(self) -> None:
         assert self.routing.counts is not None

@@ -31,7 +31,6 @@ class Traffic:
         channels: of the rank.
         sequence: number of the call.
         outgoing: what goes to each rail that gets something.
-        incoming: per rank from which chunks come, what handles one of them; it may be overwritten afterwards.
         is_answered: the call is not finished before the rails have handled what was sent.
     """
 
@@ -40,15 +39,23 @@ class Traffic:
         channels: Channels,
         sequence: int,
         outgoing: Sequence[Outgoing],
-        incoming: Mapping[int, Callable[[Chunk], None]],
         *,
         is_answered: bool = False,
     ) -> None:
         self._channels = channels
         self._sequence = sequence
         self._outgoing = list(outgoing)
-        self._incoming = dict(incoming)
+        self._incoming: dict[int, Callable[[Chunk], None]] = {}
         self._unanswered = [one.rail for one in outgoing] if is_answered else []
+
+    def send(self, most_chunks: int | None = None) -> None:
+        """Sends what there is room for, at most so many chunks to each rail, and handles nothing yet."""
+        while most_chunks != 0 and self._send():
+            most_chunks = None if most_chunks is None else most_chunks - 1
+
+    def expect(self, incoming: Mapping[int, Callable[[Chunk], None]]) -> None:
+        """Says what handles the chunks of each rank from which some come; they may be overwritten afterwards."""
+        self._incoming = dict(incoming)
 
     def advance(self) -> bool:
         """Sends and handles what can be without waiting; True once nothing is left."""

@@ -1,4 +1,7 @@
-"""`moecomm info`: what was built, what the machine has, which transports answer here, what would help the others."""
+"""`moecomm info`: what was built, what the machine has, which transports answer here, what would help the others.
+
+Started on several ranks (by torchrun), it also says where they are and what carries their bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,26 @@ HELP = "say what was built, which transports answer here and what would help the
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `moecomm info`."""
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds for all ranks to meet, under torchrun")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts; 1 if the native part is missing."""
+    """Print the facts; 1 if the native part is missing. Of several ranks the first one prints."""
     from moecomm.cli.facts import collect
+    from moecomm.cli.ranks import collect_ranks, print_ranks
+    from moecomm.cli.rendezvous import started_group
 
-    facts = collect()
+    with started_group(args.timeout) as group:
+        ranks = collect_ranks(group)
+        if group.rank > 0:
+            return 0
+    facts = {**collect(), "ranks": ranks}
     if args.json:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
     else:
-        _print(Console(), facts)
+        console = Console()
+        _print(console, facts)
+        print_ranks(console, facts["ranks"])
     return 0 if facts["native"]["built"] else 1
 
 

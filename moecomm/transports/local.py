@@ -33,7 +33,7 @@ class LocalTransport(AddressableTransport):
         return [
             None
             if peer.process == me.process and peer.in_process
-            else f"rank {peer.rank} is not a thread of this process (pid {peer.pid} on {peer.hostname})."
+            else f"rank {peer.rank} (pid {peer.pid} on {peer.hostname}) is a process, not a thread of a LocalHub."
             for peer in peers
         ]
 
