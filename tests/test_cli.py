@@ -93,7 +93,7 @@ def test_no_command_and_an_unknown_one_are_refused(capsys):
 def test_bad_values_are_one_line_on_stderr(capsys):
     assert main(["bench", "--routing", "zapf"]) == 1
     printed = capsys.readouterr()
-    assert printed.err.strip() == "error: routing 'zapf' is unknown; available: hot, masked, uniform, zipf"
+    assert printed.err.strip() == "error: routing 'zapf' is unknown; available: hot, limited, masked, uniform, zipf"
     assert "Traceback" not in printed.out
 
 

@@ -12,7 +12,6 @@ from datetime import timedelta
 import pytest
 import torch
 from host_worlds import why_not_ucx
-from multi_host import Hosts, why_not
 
 from moecomm import SoloGroup, TorchGroup
 from moecomm.cli.console import Console
@@ -21,6 +20,7 @@ from moecomm.cli.ranks import collect_ranks, print_ranks
 from moecomm.cli.rendezvous import started_group
 from moecomm.errors import TransportError
 from moecomm.testing import launch
+from moecomm.testing.hosts import Hosts, why_not
 from moecomm.topology import Topology
 
 needs_ucx = pytest.mark.skipif(bool(why_not_ucx()), reason=f"no UCX: {why_not_ucx()}")
@@ -89,28 +89,13 @@ def test_two_hosts_joined_by_a_network(tmp_path):
     reason = why_not_ucx() or why_not()
     if reason:
         pytest.skip(reason)
-    with Hosts(2, "auto", [2, 1]) as hosts:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-        torchrun += ["--master-addr", hosts.address(0), "--master-port", "29500"]
+    with Hosts((2, 1)) as hosts:
         started = []
-        for host, count in enumerate((2, 1)):
-            where = ["ip", "netns", "exec", hosts.namespace(host)]
-            how = ["--node-rank", str(host), "--nproc-per-node", str(count), "-m", "moecomm", "info", "--json"]
-            environment = os.environ | {
-                "MOECOMM_HOST_ID": f"host {host}",
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            }
-            printed = (tmp_path / str(host)).open("w")
-            started.append((subprocess.Popen([*where, *torchrun, *how], env=environment, stdout=printed), printed))
-        try:
-            assert [process.wait(60) for process, _ in started] == [0, 0]
-        finally:
-            for process, printed in started:
-                process.terminate()  # torchrun ends its ranks
-                process.wait(20)
-                printed.close()
+        for host in range(2):
+            command = hosts.torchrun(host, 29500, "-m", "moecomm", "info", "--json")
+            with (tmp_path / str(host)).open("wb") as printed:
+                started.append(hosts.start(host, command, env={"OMP_NUM_THREADS": "1"}, stdout=printed))
+        assert [process.wait(60) for process in started] == [0, 0]
     said = [(tmp_path / str(host)).read_text() for host in range(2)]
     facts = json.loads(said[0])["ranks"]
     assert facts["topology"]["host_of"] == facts["topology"]["domain_of"] == [0, 0, 1]
