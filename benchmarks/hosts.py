@@ -1,6 +1,7 @@
 """Measures exchanges between hosts and prints the targets as a table: `python benchmarks/hosts.py` (as root).
 
-The hosts are network namespaces of this machine, joined by links of 1 Gbit/s in each direction (docs/multi-host.md).
+The hosts are network namespaces of this machine, each with its share of the cores, joined by links of 1 Gbit/s in each
+direction (docs/multi-host.md).
 `moecomm bench` runs in them, started by mpirun where Open MPI is there and by torchrun where not; three times:
 
     exchange     1024 tokens per rank x 2048, top-8 of 32 experts: moecomm as it chooses, `direct`, `hierarchical` with
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -179,6 +181,8 @@ def main() -> int:
     add("--only", choices=PARTS, action="append", help="one part; may be given several times")
     add("--json", type=Path, metavar="FILE", help="also write all records and the targets as JSON")
     args = parser.parse_args()
+    # So that hosts are taken down when this is told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(rich=False)
     reason = find_library().problem or why_not(limits=True)
     if reason:
@@ -208,7 +212,8 @@ def main() -> int:
     rows = targets(found)
     console.table([Column(name) for name in ("what", "at least", "found")], rows, title="Targets between hosts")
     wrong = sum(record["wrong"] or 0 for one in found.values() for record in one.records)
-    console.line("all answers are right" if not wrong else f"{wrong} wrong elements")
+    if found:
+        console.line("all answers are right" if not wrong else f"{wrong} wrong elements")
     if args.json is not None:
         records = [{"part": part, **record} for part, one in found.items() for record in one.records]
         table = [{"what": what, "target": target, "found": value} for what, target, value in rows]
