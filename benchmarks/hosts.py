@@ -1,11 +1,11 @@
 """Measures exchanges between hosts and prints the targets as a table: `python benchmarks/hosts.py` (as root).
 
 The hosts are network namespaces of this machine, each with its share of the cores, joined by links of 1 Gbit/s in each
-direction (docs/multi-host.md).
-`moecomm bench` runs in them, started by mpirun where Open MPI is there and by torchrun where not; three times:
+direction (docs/multi-host.md). `moecomm bench` runs in them, started by mpirun where Open MPI is there and by torchrun
+where not; three times:
 
-    exchange     1024 tokens per rank x 2048, top-8 of 32 experts: moecomm as it chooses, `direct`, `hierarchical` with
-                 `per_host` sums, gloo, Open MPI
+    exchange     1024 tokens per rank x 2048, top-8 of 32 experts: moecomm as it chooses, `direct` (from rank to rank),
+                 `per_host` (sums per host on the way home), gloo, Open MPI
     limited      the same with a router that gives each token experts of one host only
     low_latency  8 tokens per rank in low-latency mode, links unlimited
 
