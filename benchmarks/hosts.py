@@ -1,10 +1,11 @@
 """Measures exchanges between hosts and prints the targets as a table: `python benchmarks/hosts.py` (as root).
 
-The hosts are network namespaces of this machine, joined by links of 1 Gbit/s in each direction (docs/multi-host.md).
-`moecomm bench` runs in them, started by mpirun where Open MPI is there and by torchrun where not; three times:
+The hosts are network namespaces of this machine, each with its share of the cores, joined by links of 1 Gbit/s in each
+direction (docs/multi-host.md). `moecomm bench` runs in them, started by mpirun where Open MPI is there and by torchrun
+where not; three times:
 
-    exchange     1024 tokens per rank x 2048, top-8 of 32 experts: moecomm as it chooses, `direct`, `hierarchical` with
-                 `per_host` sums, gloo, Open MPI
+    exchange     1024 tokens per rank x 2048, top-8 of 32 experts: moecomm as it chooses, `direct` (from rank to rank),
+                 `per_host` (sums per host on the way home), gloo, Open MPI
     limited      the same with a router that gives each token experts of one host only
     low_latency  8 tokens per rank in low-latency mode, links unlimited
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -168,6 +170,7 @@ def main() -> int:
     add = parser.add_argument
     add("--ranks", default="2,2", help="ranks on each host")
     add("--rate", default="1gbit", help="of every link in each direction, as tc writes it")
+    add("--own-cores", action=argparse.BooleanOptionalAction, default=True, help="divide the cores among the hosts")
     add("--tokens", type=int, default=1024, help="per rank, of the exchange")
     add("--hidden", type=int, default=2048, help="elements per row")
     add("--experts", type=int, default=32, help="over all ranks")
@@ -178,6 +181,8 @@ def main() -> int:
     add("--only", choices=PARTS, action="append", help="one part; may be given several times")
     add("--json", type=Path, metavar="FILE", help="also write all records and the targets as JSON")
     args = parser.parse_args()
+    # So that hosts are taken down when this is told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(rich=False)
     reason = find_library().problem or why_not(limits=True)
     if reason:
@@ -193,7 +198,7 @@ def main() -> int:
     shares = {"exchange": 0.6, "limited": 0.2, "low_latency": 0.2}
     found: dict[str, Found] = {}
     has_failed = False
-    with Hosts([int(count) for count in args.ranks.split(",")], rate=args.rate) as hosts:
+    with Hosts([int(count) for count in args.ranks.split(",")], rate=args.rate, own_cores=args.own_cores) as hosts:
         for number, part in enumerate(parts):
             hosts.limit(None if part == "low_latency" else args.rate)
             console.heading(f"{part}: links {'unlimited' if part == 'low_latency' else args.rate}")
@@ -207,7 +212,8 @@ def main() -> int:
     rows = targets(found)
     console.table([Column(name) for name in ("what", "at least", "found")], rows, title="Targets between hosts")
     wrong = sum(record["wrong"] or 0 for one in found.values() for record in one.records)
-    console.line("all answers are right" if not wrong else f"{wrong} wrong elements")
+    if found:
+        console.line("all answers are right" if not wrong else f"{wrong} wrong elements")
     if args.json is not None:
         records = [{"part": part, **record} for part, one in found.items() for record in one.records]
         table = [{"what": what, "target": target, "found": value} for what, target, value in rows]

@@ -74,7 +74,7 @@ def test_routing_is_read(text, expected):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("zapf", "available: hot, masked, uniform, zipf"),
+        ("zapf", "available: hot, limited, masked, uniform, zipf"),
         ("uniform:1", "takes no parameter"),
         ("zipf:0.5", "from 1 to"),
         ("zipf:", "not a number"),

@@ -135,7 +135,7 @@ def test_failure_is_exit_status_1():
 
 
 def test_an_unknown_competitor_is_refused():
-    with pytest.raises(ValueError, match="available: gloo, moecomm, mpi"):
+    with pytest.raises(ValueError, match="available: direct, gloo, hierarchical, moecomm, mpi, per_host"):
         dispatcher_class("carrier-pigeon")
     with pytest.raises(ValueError, match="not a subclass"):
         dispatcher_class("json:JSONDecoder")

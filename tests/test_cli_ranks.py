@@ -92,14 +92,10 @@ def test_two_hosts_joined_by_a_network(tmp_path):
     with Hosts((2, 1)) as hosts:
         started = []
         for host in range(2):
-            printed = (tmp_path / str(host)).open("w")
             command = hosts.torchrun(host, 29500, "-m", "moecomm", "info", "--json")
-            started.append((hosts.start(host, command, env={"OMP_NUM_THREADS": "1"}, stdout=printed), printed))
-        try:
-            assert [process.wait(60) for process, _ in started] == [0, 0]
-        finally:
-            for _, printed in started:
-                printed.close()
+            with (tmp_path / str(host)).open("wb") as printed:
+                started.append(hosts.start(host, command, env={"OMP_NUM_THREADS": "1"}, stdout=printed))
+        assert [process.wait(60) for process in started] == [0, 0]
     said = [(tmp_path / str(host)).read_text() for host in range(2)]
     facts = json.loads(said[0])["ranks"]
     assert facts["topology"]["host_of"] == facts["topology"]["domain_of"] == [0, 0, 1]

@@ -72,6 +72,32 @@ def test_the_same_bits_as_between_near_ranks(num_ranks):
                     assert_bitwise_equal(got, want, f"{transport}, {mode}")
 
 
+def send_home(group, puts):
+    """Six experts on rank 1; rank 0's rows come back from there: eight, of 32 KiB, in runs of 1, 0, 2, 1, 3 and 1."""
+    hidden = 8192
+    with open_communicator(group, transport="far-local", num_experts=12, hidden=hidden, num_topk=1) as comm:
+        experts = [6, 8, 8, 9, 10, 10, 10, 11] if comm.rank == 0 else []
+        x = torch.arange(len(experts) * hidden, dtype=torch.float32).view(-1, hidden)
+        received = comm.dispatch(x, torch.tensor(experts, dtype=torch.int64).view(-1, 1), layout="expert_major")
+        transport = comm._exchanger.session.transport
+        put = transport.put
+
+        def note(region, offset, address, nbytes, rank):
+            puts.append(nbytes >> 15)
+            put(region, offset, address, nbytes, rank)
+
+        transport.put = note if comm.rank == 1 else put
+        out = comm.combine(received.x + 1, received.handle)
+        assert_bitwise_equal(out, x + 1, "combine")
+
+
+def test_short_runs_travel_home_together_and_long_ones_do_not_grow():
+    puts = []
+    launch(send_home, 2, puts, backend="threads")
+    # Up to 128 KiB in one message.
+    assert [count for count in puts if count] == [4, 4]
+
+
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
 def test_nothing_is_copied_that_is_sent_anyway(mode):
     """Where all peers are far, outputs need not lie in receive memory."""

@@ -41,7 +41,7 @@ def let_a_stranger_write(group):
     if group.rank == 1:
         memory = _C.Mapping.create_private(4096)
         board = _C.SignalBoard(1, 4, [memory.address] * 2, [0, 0], 0, [memory])
-        stranger = _C.UcxWire(find_library().path, 1, 2, board)
+        stranger = _C.UcxWire(find_library().path, 1, 2, board, yields=False)
         stranger.connect([addresses[0], b""], b"\0" * 16)
         stranger.set_region(0, _C.Mapping.create_private(2 * MIB))
         data = b"\xff" * (2 * MIB)

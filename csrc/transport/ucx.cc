@@ -1,5 +1,6 @@
 #include "transport/ucx.h"
 
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -24,11 +25,12 @@ std::int64_t now_ns() { return std::chrono::nanoseconds(std::chrono::steady_cloc
 
 }  // namespace
 
-UcxWire::UcxWire(const std::string& library, int rank, int num_ranks, std::shared_ptr<SignalBoard> board)
+UcxWire::UcxWire(const std::string& library, int rank, int num_ranks, std::shared_ptr<SignalBoard> board, bool yields)
     : api_(ucp::load(library)),
       rank_(rank),
       num_ranks_(num_ranks),
       owner_(getpid()),
+      yields_(yields),
       board_(std::move(board)),
       links_(static_cast<std::size_t>(std::max(num_ranks, 0))),
       idle_sends_(kNumSizeClasses) {
@@ -213,10 +215,14 @@ void UcxWire::poll(bool is_last) {
         end_nap();
         return;
     }
-    if (!mutex_.try_lock()) return;
-    const Lock guard(mutex_, std::adopt_lock);
-    polled_at_ = now_ns();
-    if (worker_ != nullptr && progress() > 0 && num_waiting_ > 0) served_.notify_all();
+    bool is_served = false;
+    if (mutex_.try_lock()) {
+        const Lock guard(mutex_, std::adopt_lock);
+        polled_at_ = now_ns();
+        is_served = worker_ != nullptr && progress() > 0;
+        if (is_served && num_waiting_ > 0) served_.notify_all();
+    }
+    if (yields_ && !is_served) sched_yield();
 }
 
 void UcxWire::close(double timeout) {

@@ -34,7 +34,8 @@ class UcxWire {
     static constexpr std::size_t kNumSizeClasses = 3;                     // of the copies that they are sent from
 
     // library: path or name of libucp. board: where the peers' signals are counted; its lanes are only written here.
-    UcxWire(const std::string& library, int rank, int num_ranks, std::shared_ptr<SignalBoard> board);
+    // yields: whoever polls in vain gives the core away.
+    UcxWire(const std::string& library, int rank, int num_ranks, std::shared_ptr<SignalBoard> board, bool yields);
     ~UcxWire();
     UcxWire(const UcxWire&) = delete;
     UcxWire& operator=(const UcxWire&) = delete;
@@ -142,6 +143,7 @@ class UcxWire {
     const int rank_;
     const int num_ranks_;
     const int owner_;  // the process that made this
+    const bool yields_;
     const std::shared_ptr<SignalBoard> board_;
     std::function<void()> interrupt_;
     ucp::Context context_ = nullptr;

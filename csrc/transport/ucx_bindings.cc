@@ -24,12 +24,13 @@ void hear_interrupts() {
 void bind_ucx(py::module_& m) {
     m.attr("UCX_API_VERSION") = py::make_tuple(ucp::kApiMajor, ucp::kApiMinor);
     py::class_<UcxWire>(m, "UcxWire", "One rank's end of the connections that UCX makes.")
-        .def(py::init([](const std::string& library, int rank, int num_ranks, std::shared_ptr<SignalBoard> board) {
-                 auto wire = std::make_unique<UcxWire>(library, rank, num_ranks, std::move(board));
+        .def(py::init([](const std::string& library, int rank, int num_ranks, std::shared_ptr<SignalBoard> board,
+                         bool yields) {
+                 auto wire = std::make_unique<UcxWire>(library, rank, num_ranks, std::move(board), yields);
                  wire->set_interrupt(&hear_interrupts);
                  return wire;
              }),
-             py::arg("library"), py::arg("rank"), py::arg("num_ranks"), py::arg("board"))
+             py::arg("library"), py::arg("rank"), py::arg("num_ranks"), py::arg("board"), py::arg("yields"))
         .def("address", [](const UcxWire& self) { return py::bytes(self.address()); })
         .def("connect", &UcxWire::connect, py::arg("addresses"), py::arg("secret"), release_gil())
         .def("greeted", &UcxWire::greeted, py::arg("timeout"), release_gil())

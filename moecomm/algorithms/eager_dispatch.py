@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from moecomm import _C
@@ -97,11 +98,13 @@ class EagerDispatch:
         exchange, windows, *_ = self.tools
         form = self.form.kernel
         num_tokens = rows.shape[0]
-        ranks = torch.where(self.ids >= 0, exchange.placement.expert_rank[self.ids.clamp(min=0)], -1)
+        ids = self.ids.numpy()
+        ranks = np.where(ids >= 0, exchange.placement.rank_of_expert[ids], -1)
         head = message_bytes(num_tokens, form.num_topk, 0, form.value_bytes)
         for rank in exchange.reach.far:
-            num_rows = int((ranks == rank).any(dim=1).sum())
+            num_rows = int(np.count_nonzero((ranks == rank).any(axis=1)))
             windows.send_far(self.window, rank, head + num_rows * form.row_bytes)
+            exchange.hops.between += head + num_rows * form.row_bytes
 
     def _receive(self) -> None:
         exchange, windows, _, kernels, home = self.tools

@@ -19,8 +19,8 @@ from moecomm.transports.base import Region
 
 __all__ = ["Homecoming"]
 
-# Runs of fewer bytes, on average, are copied together before they are put: a message costs more than the copy.
-_WORTH_A_MESSAGE = 64 << 10
+# A message costs as much as copying about that many bytes.
+_TOGETHER_BYTES = 128 << 10
 
 
 class Homecoming:
@@ -71,23 +71,31 @@ class Homecoming:
             offsets = block_layout(theirs.num_rows, self._plane_bytes).offsets
             runs = theirs.runs(me)
             for plane, offset, nbytes in zip(planes, offsets, self._plane_bytes, strict=True):
-                if nbytes and runs:
-                    self._put(region, landings[home] + offset, plane.data_ptr(), nbytes, runs, home)
+                if nbytes:
+                    self._put(plane, nbytes, region, landings[home] + offset, runs, home)
 
-    def _put(self, region: Region, landing: int, rows: int, nbytes: int, runs: Sequence[Run], home: int) -> None:
-        """Puts runs of rows of one plane, which lie behind each other where they land."""
-        transport, hops = self._exchange.transport, self._exchange.hops
-        num_rows = sum(count for _, _, count in runs)
-        hops.between += num_rows * nbytes
-        if len(runs) > 1 and num_rows * nbytes < len(runs) * _WORTH_A_MESSAGE:
-            packed = torch.empty(num_rows * nbytes, dtype=torch.uint8)
-            first = runs[0][1]
-            for here, there, count in runs:
-                ctypes.memmove(packed.data_ptr() + (there - first) * nbytes, rows + here * nbytes, count * nbytes)
-            transport.put(region, landing + first * nbytes, packed.data_ptr(), num_rows * nbytes, home)
-            return
-        for here, there, count in runs:
-            transport.put(region, landing + there * nbytes, rows + here * nbytes, count * nbytes, home)
+    def _put(
+        self, plane: torch.Tensor, row_bytes: int, region: Region, landing: int, runs: Sequence[Run], home: int
+    ) -> None:
+        """Puts runs that lie apart here and behind each other at home; short ones together, as one message."""
+        transport, rows = self._exchange.transport, plane.data_ptr()
+        self._exchange.hops.between += row_bytes * sum(count for _, _, count in runs)
+        begin = 0
+        while begin < len(runs):
+            end, num_rows = begin + 1, runs[begin][2]
+            while end < len(runs) and (num_rows + runs[end][2]) * row_bytes <= _TOGETHER_BYTES:
+                num_rows += runs[end][2]
+                end += 1
+            here, there, _ = runs[begin]
+            source, together = rows + here * row_bytes, None
+            if end > begin + 1:
+                together = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
+                source = to = together.data_ptr()
+                for first, _, count in runs[begin:end]:
+                    ctypes.memmove(to, rows + first * row_bytes, count * row_bytes)
+                    to += count * row_bytes
+            transport.put(region, landing + there * row_bytes, source, num_rows * row_bytes, home)
+            begin = end
 
     def readdress(self, addresses: list[list[int]], landing: int) -> None:
         """Replaces, by plane and rank, the addresses of far ranks' rows by those of where they have landed."""

@@ -128,6 +128,10 @@ class Dispatcher(abc.ABC):
         """Payload that this rank has moved so far between hosts and for them, or `None` where nobody counts it."""
         return None
 
+    def explain(self) -> str:
+        """What was chosen and why, in words; empty where there was nothing to choose."""
+        return ""
+
     def memory(self) -> int | None:
         """Most bytes of receive memory that this rank has touched so far, or `None` where that is not known."""
         return None

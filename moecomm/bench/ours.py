@@ -87,6 +87,9 @@ class _OurDispatcher(Dispatcher):
             return None
         return Traffic(sent=stats["bytes_between_hosts"], forwarded=stats["bytes_forwarded"])
 
+    def explain(self) -> str:
+        return self._communicator.explain()
+
     def memory(self) -> int | None:
         return self._communicator.stats.get("receive_bytes_touched")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +15,7 @@ from moecomm.bench.records import Record
 from moecomm.cli.console import Column, Console
 from moecomm.version import __version__
 
-__all__ = ["format_bytes", "format_us", "hops_table", "print_header", "print_table", "table"]
+__all__ = ["format_bytes", "format_us", "hops_table", "print_explanation", "print_header", "print_table", "table"]
 
 Number = TypeVar("Number", int, float)
 
@@ -242,6 +242,14 @@ def _print_noise(console: Console, records: Sequence[Record]) -> None:
                 )
             )
     console.pairs(pairs)
+
+
+def print_explanation(console: Console, config: BenchConfig, results: Sequence[Mapping[str, Any]]) -> None:
+    """Print, where there are several hosts, what moecomm chose and why, as rank 0 says at the end."""
+    texts = {about["name"]: about["explanation"] for about in results[0]["backends"]}
+    if config.topology.num_hosts > 1 and texts.get("moecomm"):
+        console.heading("What moecomm chose")
+        console.line(texts["moecomm"])
 
 
 def print_table(console: Console, records: Sequence[Record]) -> None:

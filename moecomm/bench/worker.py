@@ -145,7 +145,14 @@ def measure_rank(config: BenchConfig, place: Place, progress: Callable[[float, s
         return {
             "rank": place.rank,
             "backends": [
-                {"name": d.name, "transport": d.transport, "codec": d.codec, "layout": d.layout, "is_exact": d.is_exact}
+                {
+                    "name": d.name,
+                    "transport": d.transport,
+                    "codec": d.codec,
+                    "layout": d.layout,
+                    "is_exact": d.is_exact,
+                    "explanation": d.explain(),
+                }
                 for d in dispatchers
             ],
             "python": python,

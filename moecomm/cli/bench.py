@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from moecomm.bench.launched import launched_as, run_launched
     from moecomm.bench.plot import plot
     from moecomm.bench.records import as_json, make_records
-    from moecomm.bench.report import print_header, print_table
+    from moecomm.bench.report import print_explanation, print_header, print_table
 
     to_stdout = args.json is not None and str(args.json) == "-"
     launched = launched_as()
@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         config, results = found
     records = make_records(config, results)
     print_table(console, records)
+    print_explanation(console, config, results)
     if args.json is not None:
         text = json.dumps([as_json(config, record) for record in records], indent=2) + "\n"
         if to_stdout:

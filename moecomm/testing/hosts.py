@@ -120,6 +120,7 @@ class Hosts:
     Arguments:
         ranks_per_host: how many ranks live on each host; they are numbered host by host.
         rate: of every link, in each direction, as `tc` writes it, such as `1gbit`; None = unlimited.
+        own_cores: each host has an equal share of the cores for itself, if there are enough of them.
 
     Attributes:
         num_hosts, num_ranks: how many.
@@ -129,12 +130,13 @@ class Hosts:
         RuntimeError: namespaces or limits cannot be made; see `why_not`.
     """
 
-    def __init__(self, ranks_per_host: Sequence[int], *, rate: str | None = None) -> None:
+    def __init__(self, ranks_per_host: Sequence[int], *, rate: str | None = None, own_cores: bool = False) -> None:
         self.ranks_per_host = tuple(ranks_per_host)
         self.num_hosts = len(self.ranks_per_host)
         self.host_of = [host for host, count in enumerate(self.ranks_per_host) for _ in range(count)]
         self.num_ranks = len(self.host_of)
         self._rate = rate
+        self._own_cores = own_cores
         self._tag = _tag()
         self._switch = f"{self._tag}-switch"
         self._made: list[str] = []
@@ -243,11 +245,16 @@ class Hosts:
 
     def _enter(self, host: int) -> list[str]:
         """Makes a program run in a host, under the host's own name."""
-        rename = f'hostname {self._hostname(host)} && exec "$@"'
-        return ["ip", "netns", "exec", self.namespace(host), "unshare", "--uts", "sh", "-c", rename, "sh"]
+        rename = f'hostname host{host} && exec "$@"'
+        command = ["ip", "netns", "exec", self.namespace(host), "unshare", "--uts", "sh", "-c", rename, "sh"]
+        cores = self.cores(host)
+        return [*command, "taskset", "--cpu-list", ",".join(map(str, cores))] if cores else command
 
-    def _hostname(self, host: int) -> str:
-        return f"host{host}"
+    def cores(self, host: int) -> list[int]:
+        """The cores that the host has for itself; none: all hosts share all cores."""
+        cores = sorted(os.sched_getaffinity(0)) if self._own_cores else []
+        each = len(cores) // self.num_hosts
+        return cores[host * each :][:each]
 
     def environment(self, host: int) -> dict[str, str]:
         """Variables of programs in a host."""
@@ -299,7 +306,7 @@ class Hosts:
             "btl": "self,vader,tcp",
             "pml": "ob1",
             # All hosts share the cores of this machine.
-            "mpi_yield_when_idle": "1" if self.num_ranks > len(os.sched_getaffinity(0)) else "0",
+            "mpi_yield_when_idle": "1",
         }
         return [
             *("mpirun", "--allow-run-as-root", "--bind-to", "none", "--host", ",".join(places)),

@@ -51,7 +51,7 @@ class ComposedTransport(UcxTransport):
                 heads.address + head * rank if board is None else board.address for rank, board in enumerate(boards)
             ],
             pids=[peer.pid if peer.rank != me.rank and _is_near(me, peer) else 0 for peer in self.peers],
-            spin_ns=self._spin_ns(),
+            spin_ns=self._poll_ns,
             mappings=[heads, *(board for board in boards if board is not None)],
         )
 

@@ -117,6 +117,12 @@ class NvshmemTransport(Transport):
     def total(self, slot: int) -> int:
         return self.host.total(slot)
 
+    def traffic(self, slots: range) -> int:
+        return self.host.traffic(slots)
+
+    def wait_traffic(self, slots: range, beyond: int, timeout: float) -> bool:
+        return self.host.wait_traffic(slots, beyond, timeout)
+
     def gone(self) -> list[int]:
         return self.host.gone()
 

@@ -22,6 +22,9 @@ __all__ = ["UcxTransport"]
 
 _log = logging.getLogger("moecomm.transports")
 
+# How long a waiting rank serves what arrives by itself. Then it sleeps, and for each message the thread wakes first it
+# and then the rank. Where ranks outnumber cores, who finds nothing to serve gives the core away; so it may wait longer.
+_POLL_NS, _YIELDING_POLL_NS = 50_000, 500_000
 _SECRET_BYTES = 16
 _OUTCOMES = (WaitOutcome.REACHED, WaitOutcome.TIMEOUT, WaitOutcome.LOST)
 _NO_SLOT = -1
@@ -52,7 +55,7 @@ class UcxTransport(Transport):
             library = find_library()
             if library.problem:
                 raise OSError(library.problem.removesuffix("."))
-            self._wire = _C.UcxWire(library.path, self.rank, self.num_ranks, self.board)
+            self._wire = _C.UcxWire(library.path, self.rank, self.num_ranks, self.board, self._yields)
             address = self._wire.address()
         except (OSError, RuntimeError) as error:
             problem = f"rank {self.rank} ({self.peers[self.rank].hostname}) cannot use UCX: {error}."
@@ -86,6 +89,14 @@ class UcxTransport(Transport):
             "wheel libucx."
         )
 
+    @property
+    def _yields(self) -> bool:
+        return self._spin_ns() == 0
+
+    @property
+    def _poll_ns(self) -> int:
+        return _YIELDING_POLL_NS if self._yields else _POLL_NS
+
     def _secret(self) -> bytes:
         return os.urandom(_SECRET_BYTES) if self.rank == 0 else b""
 
@@ -101,7 +112,7 @@ class UcxTransport(Transport):
             num_slots=self.num_slots,
             boards=[memory.address if rank == self.rank else heads[rank] for rank in range(self.num_ranks)],
             pids=[peer.pid if _is_visible(me, peer) else 0 for peer in self.peers],
-            spin_ns=self._spin_ns(),
+            spin_ns=self._poll_ns,
             mappings=[memory],
         )
 
