@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 
 from moecomm import _C
+from moecomm.devices.base import Device
 from moecomm.errors import PeerLost, TransportError, TransportUnavailable
 from moecomm.groups import Group
 from moecomm.kernels.wire import DeviceLibrary, Wire
@@ -87,6 +88,14 @@ class NvshmemTransport(Transport):
 
     def allocate(self, nbytes: int) -> Region:
         return self.host.allocate(nbytes)
+
+    def allocate_on(self, device: Device, nbytes: int) -> Region:
+        if device.is_host:
+            return self.allocate(nbytes)
+        reason = (
+            "communicators do not carry CUDA tensors between hosts yet; its kernels and memory are used by themselves."
+        )
+        raise TransportUnavailable(f"transport {self.name!r}", reason, "Keep the ranks inside one host (`nvlink`).")
 
     def mapping(self, region: Region) -> _C.Mapping:
         if self._is_symmetric(region):
