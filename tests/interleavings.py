@@ -85,7 +85,7 @@ def run_at_random(comms, calls, numbers):
         for comm, own in zip(comms, begun, strict=True):
             sequencer = comm._exchanger.session.sequencer
             # After a refusal, a call waits for its readers when it begins.
-            earlier = len(own) - comm.max_in_flight + 1
+            earlier = sequencer.num_calls - comm.max_in_flight + 1
             is_read = all(sequencer.transport.lane(LANE_BEGUN, peer.rank) >= earlier for peer in comms)
             if len(own) < len(calls) and not sequencer._is_full() and is_read:
                 options.append(lambda own=own, comm=comm: own.append(calls[len(own)](comm)))
