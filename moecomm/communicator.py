@@ -23,9 +23,10 @@ from moecomm.algorithms.registry import make_session
 from moecomm.checks import check_sizes
 from moecomm.codecs.registry import make_codec
 from moecomm.exchanger import Exchanger
+from moecomm.explanation import explain
 from moecomm.gradients import is_recording, is_traced, record_combine, record_dispatch
 from moecomm.groups import as_group
-from moecomm.handle import Handle, Received, received_of
+from moecomm.handle import Handle, Received, received_of, rows_of
 from moecomm.placement import Placement
 from moecomm.topology import Topology
 from moecomm.waiting_times import WaitingTimes
@@ -49,7 +50,7 @@ class Communicator:
         hidden: H, numbers per row, at least 1.
         num_topk: largest K, 1 to 64.
         max_tokens_per_rank: largest T of a low-latency call; throughput calls take any T.
-        transport: `auto`, `local`, `shm`, or `collective` (through `torch.distributed`; a baseline).
+        transport: `auto`, `local`, `shm`, `shm+ucx`, `ucx`, or `collective` (through `torch.distributed`; a baseline).
         topology: where the ranks are: hosts, domains, rails; None: as found. Equal on all ranks. Ranks of one domain
             must address each other's memory; ranks of different domains may, so any grid can be tried on one host.
         algorithm: how throughput calls cross between domains: `hierarchical` (a token once per domain, to a rank there
@@ -173,7 +174,8 @@ class Communicator:
     def stats(self) -> dict[str, int]:
         """Counters: `calls` and `announcements` (exchanges of counts) so far; receive memory alive, at its peak, ever
         touched; `fixed_blocks_alive` (results and outputs of low-latency calls); `copies` (tensors that combines had to
-        copy to where peers can read them)."""
+        copy to where peers can read them); `bytes_between_hosts` (payload put to ranks of other domains) and
+        `bytes_forwarded` (passed on inside this rank's domain)."""
         return self._exchanger.session.statistics()
 
     @property
@@ -301,9 +303,9 @@ class Communicator:
             As `dispatch`.
         """
         if is_traced():
-            return functional.combine(_rows_of(y, handle), handle, topk_weights, reduce)
+            return functional.combine(rows_of(y, handle), handle, topk_weights, reduce)
         recording = is_recording(y, topk_weights)
-        y = _rows_of(y, handle) if recording else y
+        y = rows_of(y, handle) if recording else y
         call = self._exchanger.begin_combine(
             y, handle, topk_weights, make_room=True, recording=recording, reduce=reduce
         )
@@ -319,9 +321,9 @@ class Communicator:
             As `combine`; errors of the exchange come from `wait`.
         """
         if is_traced():
-            return Work.done_with(functional.combine(_rows_of(y, handle), handle, topk_weights, reduce))
+            return Work.done_with(functional.combine(rows_of(y, handle), handle, topk_weights, reduce))
         recording = is_recording(y, topk_weights)
-        y = _rows_of(y, handle) if recording else y
+        y = rows_of(y, handle) if recording else y
         call = self._exchanger.begin_combine(y, handle, topk_weights, recording=recording, reduce=reduce)
         return Work(self._exchanger.session, call, lambda: self._combined(call, y, handle, topk_weights))
 
@@ -341,6 +343,11 @@ class Communicator:
         """
         rows = self._exchanger.combine_buffer(handle, dtype)
         return rows.view(-1, handle.capacity, self.hidden) if handle.layout == "slab" else rows
+
+    def explain(self) -> str:
+        """What was chosen and why: transport, topology, algorithm of each mode and, between domains, which way the last
+        dispatch and combine went, with the bytes that this and the other way put on the link. Not collective."""
+        return explain(self._exchanger.session, self.transport_name, self.rank)
 
     def trim(self) -> int:
         """Gives receive memory that is not in use back to the system; returns the bytes. Not collective."""
@@ -386,12 +393,5 @@ class Communicator:
         returned: Returned = self._exchanger.finish(call)
         if not call.recorded:
             return returned.x
-        sums, _ = record_combine(_rows_of(y, handle), topk_weights, None, returned.x, None, handle)
+        sums, _ = record_combine(rows_of(y, handle), topk_weights, None, returned.x, None, handle)
         return sums
-
-
-def _rows_of(y: torch.Tensor, handle: Handle) -> torch.Tensor:
-    """`[E_local, capacity, H]` as `[N, H]`; anything else as it is, to be checked."""
-    if isinstance(y, torch.Tensor) and y.dim() == 3 and isinstance(handle, Handle) and handle.layout == "slab":
-        return y.flatten(0, 1) if y.shape[1] == handle.capacity else y
-    return y

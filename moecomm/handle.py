@@ -9,7 +9,7 @@ import torch
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
 
-__all__ = ["Handle", "Received", "form_of", "received_of"]
+__all__ = ["Handle", "Received", "form_of", "received_of", "rows_of"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,3 +138,10 @@ def received_of(
 def form_of(layout: str, capacity: int) -> str:
     """Layout and capacity as the torch operators take them: `layout`, or `layout:capacity` where the shape is fixed."""
     return f"{layout}:{capacity}" if capacity else layout
+
+
+def rows_of(y: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """`[E_local, capacity, H]` as `[N, H]`; anything else as it is, to be checked."""
+    if isinstance(y, torch.Tensor) and y.dim() == 3 and isinstance(handle, Handle) and handle.layout == "slab":
+        return y.flatten(0, 1) if y.shape[1] == handle.capacity else y
+    return y

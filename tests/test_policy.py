@@ -18,7 +18,7 @@ LAYERS = [
     {"transports"},
     {"codecs"},
     {"algorithms"},
-    {"checks", "exchanger", "handle", "recompute", "waiting_times", "work"},
+    {"checks", "exchanger", "explanation", "handle", "recompute", "waiting_times", "work"},
     {"gradients"},
     {"functional"},
     {"communicator"},

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from moecomm.algorithms.calls import Call
+from moecomm.algorithms.hops import Hops
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
@@ -115,11 +117,15 @@ class Session(abc.ABC):
     Attributes:
         algorithms: by mode.
         topology: where the ranks are.
+        hops: what crosses between domains; None: nobody counts.
+        refusals: transports that were asked before the one in use, and why they were not taken.
         tokens_per_expert: `[E_local]` int64: routes that arrived for each local expert, over all dispatches so far.
     """
 
     algorithms: Mapping[str, Algorithm]
     topology: Topology
+    hops: Hops | None = None
+    refusals: Mapping[str, str] = MappingProxyType({})
     tokens_per_expert: torch.Tensor
 
     def count_tokens(self, num_tokens_per_expert: npt.NDArray[np.int32]) -> None:

@@ -43,6 +43,8 @@ class Exchange(Session):
         hops: what crosses between domains.
     """
 
+    hops: Hops
+
     def __init__(
         self,
         transport: Transport,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -21,6 +22,8 @@ from moecomm.codecs.base import RowFormat
 __all__ = ["HierarchicalCombine"]
 
 _ID_BYTES = 4
+# Sent to each rail before it is known whether the call goes over rails; a call that begins never waits.
+_EARLY_CHUNKS = 4
 
 
 class HierarchicalCombine(Combine):
@@ -51,6 +54,7 @@ class HierarchicalCombine(Combine):
         self.rails = rails
         self.per_host = per_host
         self.traffic: Traffic | None = None
+        self.is_open = False
         self.is_hierarchical = False
         self.num_topk = routing.topk_idx.shape[1]
         # Rows are as wide as y's whatever the codec: the rails have decoded them.
@@ -88,9 +92,16 @@ class HierarchicalCombine(Combine):
     def _is_flat(self) -> bool:
         return self.routing.layout == "flat"
 
+    def _ready(self) -> None:
+        super()._ready_far()
+        if self.landing is not None and (self.per_host or self.exchange.hops.expects_rails("combine")):
+            # Before the peers are ready. If the call goes another way after all, nobody takes these chunks.
+            self._traffic_out().send(_EARLY_CHUNKS)
+
     def _stream(self) -> bool:
         exchange = self.exchange
-        if self.traffic is None:
+        if not self.is_open:
+            self.is_open = True
             self.cards = self._cards()
             self.is_hierarchical = self._is_worth_it()
             if not self.is_hierarchical:
@@ -100,32 +111,36 @@ class HierarchicalCombine(Combine):
                 exchange.sequencer.signal_all(LANE_GRANTED, self.call)
                 return True
             self.addresses = self._own_addresses()
-            self.traffic = self._begin()
+            self._traffic_out().expect(self._incoming())
+        assert self.traffic is not None
         is_finished = self.traffic.advance()
         self.call.awaiting = self.traffic.awaited()
         if is_finished:
             exchange.sequencer.signal_all(LANE_GRANTED, self.call)
         return is_finished
 
-    def _begin(self) -> Traffic:
-        channels, rails, routing = self.channels, self.rails, self.routing
+    def _traffic_out(self) -> Traffic:
+        """What I ask for; made once."""
+        if self.traffic is None:
+            outgoing, row = [], 0
+            for entries, is_whole in zip(self.requests.entries, self.requests.is_whole, strict=True):
+                weights = None
+                if self.topk_weights is not None:
+                    weights = torch.where(is_whole[:, None], self.topk_weights[entries.tokens], 1.0)
+                outgoing.append(_RequestsOut(self, self.channels.rails[entries.domain], entries, weights, row))
+                row += len(entries.tokens)
+            self.traffic = Traffic(self.channels, self.call.sequence, outgoing, is_answered=True)
+        return self.traffic
+
+    def _incoming(self) -> dict[int, Callable[[Chunk], None]]:
+        rails, routing = self.rails, self.routing
         assert routing.counts is not None
         counts = routing.counts.numpy()
-        outgoing, row = [], 0
-        for entries, is_whole in zip(self.requests.entries, self.requests.is_whole, strict=True):
-            weights = None
-            if self.topk_weights is not None:
-                weights = torch.where(is_whole[:, None], self.topk_weights[entries.tokens], 1.0)
-            outgoing.append(_RequestsOut(self, channels.rails[entries.domain], entries, weights, row))
-            row += len(entries.tokens)
-        incoming = {
+        return {
             source: partial(self._serve, RailRoutes(self.exchange.kernels, rails.placement, routing, source), source)
-            for source in channels.sources
+            for source in self.channels.sources
             if rails.concerns(counts, source, rails.domain)
         }
-        traffic = Traffic(channels, self.call.sequence, outgoing, is_answered=True)
-        traffic.expect(incoming)
-        return traffic
 
     def _serve(self, there: RailRoutes, source: int, chunk: Chunk) -> None:
         """Answers a chunk of requests: sums of rows of my domain, and values."""
@@ -207,7 +222,7 @@ class HierarchicalCombine(Combine):
         return values
 
     _phases = _far_phases = (
-        Phase("ready", None, Combine._ready_far),
+        Phase("ready", None, _ready),
         Phase("send home", LANE_BEGUN, _stream, is_stream=True),
         Phase("pull", LANE_GRANTED, _pull_any),
         Phase("release", LANE_DONE, Combine._release),

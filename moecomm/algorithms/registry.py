@@ -121,6 +121,7 @@ def make_session(
             fixed_bytes=_fixed_bytes(sizes, group.size),
             hops=Hops(way),
         )
+        exchange.refusals = choice.refusals
         found = exchange.topology = settled(exchange.reach.far_from)
         throughput: Algorithm = Rendezvous(exchange)
         if found.num_domains > 1:

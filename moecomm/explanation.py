@@ -1,0 +1,68 @@
+"""What a communicator has chosen, and why, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moecomm.algorithms.base import Session
+from moecomm.algorithms.hops import Choice, Hops
+
+__all__ = ["explain"]
+
+_WIDTH = 13
+_WAYS = {
+    "auto": "algorithm='auto': over rails where that moves fewer bytes between domains, call by call",
+    "direct": "algorithm='direct': from rank to rank",
+    "hierarchical": "algorithm='hierarchical': over rails",
+}
+
+
+def explain(session: Session, transport_name: str, rank: int) -> str:
+    """The text of `Communicator.explain`.
+
+    Arguments:
+        session: of the communicator.
+        transport_name: what carries it.
+        rank: mine.
+    """
+    topology = session.topology
+    numbers = f"{topology.num_ranks} ranks on {topology.num_hosts} hosts in {topology.num_domains} domains"
+    lines = _entry("transport", transport_name, *_refused(session.refusals))
+    lines += _entry("topology", f"{numbers}; print(comm.topology) draws them")
+    for mode, algorithm in session.algorithms.items():
+        more = _choices(session.hops) if mode == "throughput" and session.hops and topology.num_domains > 1 else []
+        lines += _entry(mode.replace("_", " "), algorithm.name, *more)
+    if session.hops is not None and topology.num_domains > 1:
+        sent, passed = _size(session.hops.between), _size(session.hops.forwarded)
+        lines += _entry("so far", f"rank {rank} has put {sent} to ranks of other domains", f"and passed on {passed}")
+    return "\n".join(lines)
+
+
+def _entry(title: str, *texts: str) -> list[str]:
+    return [f"{title if i == 0 else '':{_WIDTH}}{text}" for i, text in enumerate(texts)]
+
+
+def _refused(refusals: Mapping[str, str]) -> list[str]:
+    return [f"asked before it, {name}: {reason}" for name, reason in refusals.items()]
+
+
+def _choices(hops: Hops) -> list[str]:
+    made = [_choice(choice) for choice in hops.choices.values()]
+    return [_WAYS[hops.way], *(made or ["no call so far"])]
+
+
+def _choice(choice: Choice) -> str:
+    ways = {"over rails": choice.hierarchical_bytes, "from rank to rank": choice.direct_bytes}
+    taken, other = ways if choice.is_hierarchical else reversed(ways)
+    return (
+        f"{choice.title}: {taken}, {_size(ways[taken])} between domains, all ranks together; {other} it would have "
+        f"been {_size(ways[other])}"
+    )
+
+
+def _size(count: int) -> str:
+    """Bytes in decimal units, as links are measured."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count} B"
