@@ -94,7 +94,9 @@ class HierarchicalCombine(Combine):
 
     def _ready(self) -> None:
         super()._ready_far()
-        if self.landing is not None and (self.per_host or self.exchange.hops.expects_rails("combine")):
+        if self.landing is None or not self.exchange.sequencer.is_oldest(self.call):
+            return  # see HierarchicalDispatch._announce
+        if self.per_host or self.exchange.hops.expects_rails("combine"):
             # Before the peers are ready. If the call goes another way after all, nobody takes these chunks.
             self._traffic_out().send(_EARLY_CHUNKS)
 
