@@ -32,7 +32,9 @@ def known_transports(monkeypatch):
         monkeypatch.setitem(registry._known, name, path)
 
 
-@pytest.mark.parametrize("check", [*algorithm.CHECKS, *domains.CHECKS, *low_latency.CHECKS], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [*algorithm.CHECKS, *domains.CHECKS, *low_latency.CHECKS], ids=lambda check: check.__name__
+)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_contract(world, check):
     check(world)

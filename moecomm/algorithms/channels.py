@@ -103,7 +103,7 @@ class Channels:
         most_sources = max(1, *(len(topology.rail_sources(rank)) for rank in range(topology.num_ranks)))
         share = min(_LARGEST_CHUNK, _RING_BYTES // (_FEWEST_PLACES * most_sources))
         least = entry_bytes + 8 * HEADER_BYTES
-        self.chunk_bytes = -(-max(share, least) // HEADER_BYTES) * HEADER_BYTES
+        self.chunk_bytes = max(share // HEADER_BYTES, -(-least // HEADER_BYTES)) * HEADER_BYTES
         places = _RING_BYTES // (self.chunk_bytes * most_sources)
         self._num_places = max(_FEWEST_PLACES, min(places, _MOST_PLACES))
         self._region = transport.allocate(most_sources * self._num_places * self.chunk_bytes)

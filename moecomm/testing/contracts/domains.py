@@ -24,14 +24,12 @@ _MOST_TOKENS = 64
 
 
 def refinements(found: Topology) -> list[Topology]:
-    """Grids that can be tried where `found` holds: itself, pairs, all but the last rank of each domain, single ranks."""
+    """Grids that can be tried where `found` holds: itself, pairs, the last rank of each domain apart, single ranks."""
     sizes = [len(found.ranks_in(domain)) for domain in range(found.num_domains)]
 
     def split(part: Callable[[int, int], int]) -> Topology:
         """Ranks of a domain stay together where `part(local index, size)` is the same."""
-        keys = [
-            (domain, part(found.local_index(rank), sizes[domain])) for rank, domain in enumerate(found.domain_of)
-        ]
+        keys = [(domain, part(found.local_index(rank), sizes[domain])) for rank, domain in enumerate(found.domain_of)]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         return Topology(found.host_of, tuple(numbers[key] for key in keys))
 
@@ -45,8 +43,8 @@ def refinements(found: Topology) -> list[Topology]:
 
 
 def check_every_grid(world: World) -> None:
-    """Over every grid and either way: what arrives, exact sums, and sums per host."""
-    for num_ranks in (count for count in world.rank_counts if 1 < count <= 4):
+    """Over grids of any kind, over rails: what arrives, exact sums, and sums per host."""
+    for num_ranks in sorted({count for count in world.rank_counts if count == 2} | {world.several}):
         cases = [case for case in cases_for(num_ranks) if max(case.tokens) <= _MOST_TOKENS]
         world.run(_each_grid, num_ranks, cases)
 
