@@ -16,7 +16,7 @@ from moecomm.algorithms.plan import plan_exchange
 from moecomm.placement import Placement
 from moecomm.testing import launch
 from moecomm.testing.compare import assert_bitwise_equal
-from moecomm.testing.contracts import World, algorithm, low_latency
+from moecomm.testing.contracts import World, algorithm, domains, low_latency
 from moecomm.transports import registry
 
 WORLDS = [
@@ -32,7 +32,9 @@ def known_transports(monkeypatch):
         monkeypatch.setitem(registry._known, name, path)
 
 
-@pytest.mark.parametrize("check", [*algorithm.CHECKS, *low_latency.CHECKS], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [*algorithm.CHECKS, *domains.CHECKS, *low_latency.CHECKS], ids=lambda check: check.__name__
+)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_contract(world, check):
     check(world)

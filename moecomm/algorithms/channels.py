@@ -103,7 +103,7 @@ class Channels:
         most_sources = max(1, *(len(topology.rail_sources(rank)) for rank in range(topology.num_ranks)))
         share = min(_LARGEST_CHUNK, _RING_BYTES // (_FEWEST_PLACES * most_sources))
         least = entry_bytes + 8 * HEADER_BYTES
-        self.chunk_bytes = -(-max(share, least) // HEADER_BYTES) * HEADER_BYTES
+        self.chunk_bytes = max(share // HEADER_BYTES, -(-least // HEADER_BYTES)) * HEADER_BYTES
         places = _RING_BYTES // (self.chunk_bytes * most_sources)
         self._num_places = max(_FEWEST_PLACES, min(places, _MOST_PLACES))
         self._region = transport.allocate(most_sources * self._num_places * self.chunk_bytes)
@@ -116,6 +116,7 @@ class Channels:
         self._rings_there = {rail: topology.rail_sources(rail).index(me) * ring for rail in self.rails.values()}
         self._num_sent = dict.fromkeys(self._rings_there, 0)
         self._num_taken = dict.fromkeys(self._rings_here, 0)
+        self._last_sent = 0
 
     def may_send(self, rail: int) -> bool:
         """Whether there is a place in the ring."""
@@ -126,7 +127,7 @@ class Channels:
         return self._num_sent[rail] - self._transport.lane(LANE_CREDIT, rail)
 
     def send(self, rail: int, sequence: int, chunk: Chunk, nbytes: int) -> None:
-        """Sends what stands in the outbox, for which there must be a place.
+        """Sends what stands in the outbox, for which there must be a place; calls send in order of their numbers.
 
         Arguments:
             rail: to whom.
@@ -134,6 +135,8 @@ class Channels:
             chunk: what it is; its address does not matter.
             nbytes: of the arrays.
         """
+        assert sequence >= self._last_sent, f"call #{sequence} sends after #{self._last_sent}"
+        self._last_sent = sequence
         _HEADER.pack_into(self._header_out, 0, sequence, chunk.num_rows, chunk.is_last, *chunk.answers)
         offset = self._rings_there[rail] + self._num_sent[rail] % self._num_places * self.chunk_bytes
         self._transport.put(self._region, offset, self._outbox.address, HEADER_BYTES + nbytes, rail)

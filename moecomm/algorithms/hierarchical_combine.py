@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from moecomm import _C
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Phase
 from moecomm.algorithms.channels import HEADER_BYTES, Channels, Chunk, ChunkForm
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.hops import Choice
+from moecomm.algorithms.mailbox import Card
 from moecomm.algorithms.plan import block_layout
 from moecomm.algorithms.rail_requests import requests_for, requests_per_domain
 from moecomm.algorithms.rails import Entries, RailRoutes, Rails, tensor_at
@@ -18,12 +21,16 @@ from moecomm.algorithms.rendezvous_combine import Combine
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.traffic import Traffic
 from moecomm.codecs.base import RowFormat
+from moecomm.errors import MemoryLimitExceeded
+from moecomm.kernels.registry import chosen_eager_kernels
 
 __all__ = ["HierarchicalCombine"]
 
 _ID_BYTES = 4
 # Sent to each rail before it is known whether the call goes over rails; a call that begins never waits.
 _EARLY_CHUNKS = 4
+# In place of the first offset on a card: what is missing is memory for blocks of fixed shape.
+_LACKS_FIXED = -1
 
 
 class HierarchicalCombine(Combine):
@@ -53,6 +60,7 @@ class HierarchicalCombine(Combine):
         self.channels = channels
         self.rails = rails
         self.per_host = per_host
+        self.num_rows = math.prod(y.shape[:-1])
         self.traffic: Traffic | None = None
         self.is_open = False
         self.is_hierarchical = False
@@ -69,6 +77,38 @@ class HierarchicalCombine(Combine):
         most_rows = max(1, channels.chunk_bytes // max(1, sum(self.answer_bytes)))
         self.form = ChunkForm(channels.chunk_bytes, self.arrays, most_rows)
         self.answers = block_layout(self.requests.num_rows, self.answer_bytes)
+
+    def _share(self) -> tuple[tuple[int, ...], list[_C.Block], int]:
+        """As there, but of rows of fixed shape, which are mostly empty, only those that routes name are copied."""
+        routing, memory = self.routing, self.exchange.memory
+        if not routing.capacity:
+            return super()._share()
+        assert routing.counts is not None
+        kernels, experts = chosen_eager_kernels("cpu"), self.exchange.placement.expert_range(self.exchange.rank)
+        capacity = routing.capacity if routing.layout == "slab" else 0
+        offsets: list[int] = []
+        blocks: list[_C.Block] = []
+        for plane in self.planes:
+            offset = memory.offset_of(plane) if plane.nbytes else 0
+            if offset is None:
+                block = memory.allocate_leaving(plane.nbytes)
+                if block is None:
+                    return (_LACKS_FIXED,), [], plane.nbytes
+                row_bytes = plane.nbytes // self.num_rows
+                where = (block.address, plane, row_bytes, routing.counts, experts)
+                kernels.copy_expert_rows(*where, capacity, routing.expert_alignment)
+                memory.num_copies += 1
+                blocks.append(block)
+                offset = block.offset
+            offsets.append(offset)
+        return tuple(offsets), blocks, 0
+
+    def _exceeded(self, rank: int, card: Card) -> MemoryLimitExceeded:
+        if card.offsets[0] != _LACKS_FIXED:
+            return super()._exceeded(rank, card)
+        self.call.is_agreed_failure = True
+        memory, who = self.exchange.memory, self.exchange.transport.describe_peer(rank)
+        return memory.exceeded_fixed(self.call.title, who, card.need, memory.fixed_limit)
 
     def _landing_bytes(self) -> int:
         return max(self.answers.nbytes, 0 if self.far is None else self.far.nbytes)
@@ -94,7 +134,9 @@ class HierarchicalCombine(Combine):
 
     def _ready(self) -> None:
         super()._ready_far()
-        if self.landing is not None and (self.per_host or self.exchange.hops.expects_rails("combine")):
+        if self.landing is None or not self.exchange.sequencer.is_oldest(self.call):
+            return  # see HierarchicalDispatch._announce
+        if self.per_host or self.exchange.hops.expects_rails("combine"):
             # Before the peers are ready. If the call goes another way after all, nobody takes these chunks.
             self._traffic_out().send(_EARLY_CHUNKS)
 

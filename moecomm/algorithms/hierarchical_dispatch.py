@@ -73,7 +73,8 @@ class HierarchicalDispatch(Dispatch):
 
     def _announce(self) -> None:
         super()._announce()
-        if self.exchange.hops.expects_rails("dispatch"):
+        # A channel carries its calls one after the other, so nothing may overtake what an earlier call has yet to send.
+        if self.exchange.sequencer.is_oldest(self.call) and self.exchange.hops.expects_rails("dispatch"):
             # Long before the grants are here. If the call goes another way after all, nobody takes these chunks.
             self._traffic_out().send(_EARLY_CHUNKS)
 

@@ -16,6 +16,7 @@ from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
 from moecomm.devices.queue import OrderedQueue, Tensors
+from moecomm.errors import MemoryLimitExceeded
 
 __all__ = ["Combine"]
 
@@ -91,7 +92,7 @@ class Combine:
         offsets: tuple[int, ...] = (0,) * len(self.planes)
         need = 0
         if not exchange.reach.is_alone:
-            offsets, self.call.blocks, need = exchange.memory.share(self.planes)
+            offsets, self.call.blocks, need = self._share()
         self.landing: _C.Block | None = None
         nbytes = self._landing_bytes()
         if nbytes and not need:
@@ -103,6 +104,10 @@ class Combine:
         said = (self._announcement(), self.landing.offset if self.landing else 0)
         offsets += (0,) * (MAX_PLANES - len(said) - len(offsets)) + said
         exchange.sequencer.send_card(self.call, offsets, need, exchange.memory.limit, refused=need > 0)
+
+    def _share(self) -> tuple[tuple[int, ...], list[_C.Block], int]:
+        """Brings my rows where peers can read them; see `ReceiveMemory.share`."""
+        return self.exchange.memory.share(self.planes)
 
     def _landing_bytes(self) -> int:
         """Memory that what comes from far ranks lands in."""
@@ -117,8 +122,12 @@ class Combine:
         cards = self.exchange.sequencer.cards(self.call)
         for rank, card in enumerate(cards):
             if card.refused:
-                raise self.exchange.exceeded(self.call, rank, card.need, card.limit)
+                raise self._exceeded(rank, card)
         return cards
+
+    def _exceeded(self, rank: int, card: Card) -> MemoryLimitExceeded:
+        """The error that all ranks raise when `rank` lacks memory."""
+        return self.exchange.exceeded(self.call, rank, card.need, card.limit)
 
     def _send_home(self) -> None:
         exchange = self.exchange

@@ -117,6 +117,10 @@ class Sequencer:
             f"{self.max_in_flight}; wait for {oldest.title} first, or construct the Communicator with a larger one"
         )
 
+    def is_oldest(self, call: Call) -> bool:
+        """Whether no call in flight was begun before it."""
+        return self._outstanding[0] is call
+
     def make_room(self) -> None:
         """Finishes the oldest calls until one more may begin; their errors wait for those who wait for them."""
         while self._outstanding and self._is_full():

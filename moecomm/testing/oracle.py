@@ -119,6 +119,7 @@ def reference_combine(
     layout: str = "expert_major",
     expert_alignment: int = 1,
     capacity: int = 0,
+    domain_of: Sequence[int] | None = None,
 ) -> Tensor:
     """What `rank` gets back when every rank combines.
 
@@ -129,11 +130,14 @@ def reference_combine(
         num_experts, layout, expert_alignment, capacity: as dispatched.
         rank: whose tokens.
         topk_weights: `[T, K]`, the weights of this rank's own tokens (not for flat); None sums plainly.
+        domain_of: by rank the number of its domain, `Topology.domain_of`: as with `reduce="per_host"`. None: as with
+            `reduce="exact"`.
 
     Returns:
         `[T, H]`: per token the sum over its routes in ascending k (flat: over ranks, ascending), of w * y, product and
         sum each rounded to float32 (float64 for float64), starting from zero, rounded once to the dtype of `ys`. The
-        weights are first rounded to that float32 or float64.
+        weights are first rounded to that float32 or float64. With `domain_of` that is done for the rows of each domain
+        alone, and the domains' sums are added in ascending domain, in float32 (float64), and rounded once more.
     """
     if layout == "flat" and topk_weights is not None:
         raise ValueError("topk_weights: rows of layout 'flat' are summed over experts already and cannot be weighted")
@@ -158,13 +162,23 @@ def reference_combine(
 
     exact = _exact(ys[0].dtype)
     rows = torch.cat([*ys, ys[0].new_zeros(1, ys[0].shape[1])])
-    total = torch.zeros(num_tokens, rows.shape[1], dtype=exact)
-    for term in range(num_terms):
-        addend = rows[row_of[:, term]].to(exact)
-        if topk_weights is not None:
-            weight = torch.where(own[:, term] >= 0, topk_weights[:, term].to(exact), 0.0)
-            addend = weight[:, None] * addend
-        total = total + addend
+    nothing = torch.zeros(num_tokens, rows.shape[1], dtype=exact)
+    if domain_of is None:
+        domain_of = (0,) * len(ys)
+    # Of each row of `rows`, its domain; the zero row at the end is in none.
+    counts = torch.tensor([y.shape[0] for y in ys])
+    domains = torch.cat([torch.tensor(list(domain_of)).repeat_interleave(counts), torch.tensor([-1])])
+    total = nothing
+    for domain in sorted(set(domain_of)):
+        part = nothing
+        for term in range(num_terms):
+            row = torch.where(domains[row_of[:, term]] == domain, row_of[:, term], num_rows)
+            addend = rows[row].to(exact)
+            if topk_weights is not None:
+                weight = torch.where(row < num_rows, topk_weights[:, term].to(exact), 0.0)
+                addend = weight[:, None] * addend
+            part = part + addend
+        total = total + part.to(rows.dtype).to(exact)
     return total.to(rows.dtype)
 
 
