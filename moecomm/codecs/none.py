@@ -39,7 +39,9 @@ class PlainRows(RowFormat):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if out is None:
-            out = torch.empty(num_tokens, self.hidden, dtype=self.dtype, device=routes.device)
+            # Naming the device costs time, so it is named only if it must be.
+            where = {} if routes.is_cpu else {"device": routes.device}
+            out = torch.empty(num_tokens, self.hidden, dtype=self.dtype, **where)
         if self.hidden:  # memory of rows without numbers may have no address
             self._kernels.combine_rows(out, routes, addresses[0], weights=weights)
         return out
