@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -362,3 +363,27 @@ def test_a_process_that_ends_is_seen_also_before_it_is_reaped():
     first, _ = boards(2, pids=[0, peer.pid])
     assert first.gone() == [1]
     assert first.wait(0, 1, 60.0) == LOST
+
+
+def test_borrowed_memory_is_carved_and_left_alone():
+    class Owner:
+        """Holds memory."""
+
+        memory = bytearray(8 * PAGE)
+
+    owner = Owner()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(owner.memory))
+    lives = weakref.ref(owner)
+    mapping = _C.Mapping.borrow(address, 4 * PAGE, owner)
+    arena = _C.Arena(mapping, 4 * PAGE)
+    del owner, mapping
+    block = arena.allocate(3 * PAGE)
+    assert block.address == address
+    assert arena.allocate(2 * PAGE) is None
+    memoryview(block)[:] = b"\1" * (3 * PAGE)
+    del block
+    assert arena.trim() == 0, "memory of others was given back"
+    assert Owner.memory[: 3 * PAGE] == b"\1" * (3 * PAGE)
+    assert lives() is not None
+    del arena
+    assert lives() is None

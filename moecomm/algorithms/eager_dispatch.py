@@ -16,7 +16,7 @@ from moecomm.algorithms.signature import Operation, origin_of
 from moecomm.codecs.base import RowFormat
 from moecomm.devices.queue import OrderedQueue, Rooms
 from moecomm.devices.views import tensor_of
-from moecomm.kernels.eager import EagerKernels, Overflow, Sorted, message_bytes
+from moecomm.kernels.eager import Overflow, Sorted, message_bytes
 
 __all__ = ["EagerDispatch"]
 
@@ -115,7 +115,8 @@ class EagerDispatch:
         values = 0 if self.topk_weights is None else rows + form.block.offsets[1]
         window = windows.incoming[self.window]
         try:
-            found = exchange.queue.call(self.rooms, self._sort, kernels, window, num_tokens, rows, values)
+            arguments = (home, form.kernel, window, num_tokens, rows, values, leased.used)
+            found = exchange.queue.call(self.rooms, kernels.receive_eager, *arguments)
         except Overflow as overflow:
             raise self._overflow(overflow) from None
         if home.tokens_per_expert is not exchange.tokens_per_expert:
@@ -125,11 +126,6 @@ class EagerDispatch:
         if routing.routes is None:
             routing = self._complete(found)
         self.call.result = Arrival(x, weights, None, found.num_tokens_per_expert, found.offsets, routing)
-
-    def _sort(self, kernels: EagerKernels, window: list[int], num_tokens: list[int], rows: int, values: int) -> Sorted:
-        assert self.leased is not None
-        used = self.tools.exchange.queue.upload(self.leased.used)
-        return kernels.receive_eager(self.tools.home, self.form.kernel, window, num_tokens, rows, values, used)
 
     def _tensors(self, block: _C.Block) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the block holds, as tensors."""

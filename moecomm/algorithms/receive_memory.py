@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from moecomm import _C
@@ -38,6 +40,11 @@ class ReceiveMemory:
         limit: memory_limit.
         is_shared: blocks of fixed shape lie among the others, and may hold anything.
         region: all of it, at every rank.
+        allocate: gives a block of at least so many bytes, or None if the limit does not allow it.
+        allocate_arriving: the same for a block of fixed shape for what a dispatch brings; only pages that rows touch
+            take memory. None: no space.
+        allocate_leaving: the same for what a combine sends. Apart, since the others' memory is known to be zero but for
+            some rows.
         num_copies: tensors that had to be copied to where peers can read them.
     """
 
@@ -67,26 +74,25 @@ class ReceiveMemory:
             self.fixed_limit = fixed_bytes // 2 // _PAGE * _PAGE
             self._arriving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes, self.fixed_limit)
             self._leaving = _C.Arena(self._mapping, self.fixed_limit, arena_bytes + self.fixed_limit, self.fixed_limit)
+        self.allocate = self._taking(self._arena)
+        self.allocate_arriving = self._taking(self._arriving)
+        self.allocate_leaving = self._taking(self._leaving)
         self.num_copies = 0
         self._start = self.region.address
         self._end = self._start + self.region.nbytes
 
-    def allocate(self, nbytes: int) -> _C.Block | None:
-        """A block of at least `nbytes`, or None if the limit does not allow it."""
-        return self._claimed(self._arena.allocate(nbytes))
+    def _taking(self, arena: _C.Arena) -> Callable[[int], _C.Block | None]:
+        """What takes blocks of an arena; on a device, for what is done after the tensors that were there before."""
+        if not self.is_shared:
+            return arena.allocate
 
-    def allocate_arriving(self, nbytes: int) -> _C.Block | None:
-        """A block of fixed shape for what a dispatch brings; only pages that rows touch take memory. None: no space."""
-        return self._claimed(self._arriving.allocate(nbytes))
+        def take(nbytes: int) -> _C.Block | None:
+            block = arena.allocate(nbytes)
+            if block is not None:
+                self._queue.claim(block)
+            return block
 
-    def allocate_leaving(self, nbytes: int) -> _C.Block | None:
-        """The same for what a combine sends. Apart, since the others' memory is known to be zero but for some rows."""
-        return self._claimed(self._leaving.allocate(nbytes))
-
-    def _claimed(self, block: _C.Block | None) -> _C.Block | None:
-        if block is not None:
-            self._queue.claim(block)
-        return block
+        return take
 
     def clear(self, block: _C.Block) -> None:
         """Makes a block read as zero, where that is possible without touching its pages."""

@@ -101,7 +101,7 @@ class RowFormat(abc.ABC):
             routes: `[T, P]` int64, see kernels/base.py.
             addresses: per plane and rank the address of row 0.
             weights: `[T, P]` float32 or None.
-            out: `[T, H]`, where to leave the sums; None: in a new tensor.
+            out: `[T, H]`, where to leave the sums; None: in a new tensor on the CPU.
 
         Returns:
             `[T, H]`; zero where a token has no route.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from moecomm.codecs.base import Codec, RowFormat
-from moecomm.devices.views import tensor_of
+from moecomm.devices.views import Placed, tensor_of
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.registry import chosen_kernels
 
@@ -28,7 +29,11 @@ class PlainRows(RowFormat):
         return (x,)
 
     def decode(self, buffer: Any, offsets: Sequence[int], *shape: int) -> torch.Tensor:
-        return tensor_of(buffer, self.dtype, offsets[0], (*shape, self.hidden))
+        hidden = self.hidden
+        count = math.prod(shape) * hidden
+        if count == 0 or isinstance(buffer, Placed):
+            return tensor_of(buffer, self.dtype, offsets[0], (*shape, hidden))
+        return torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=offsets[0]).resize_(*shape, hidden)
 
     def reduce(
         self,
@@ -39,9 +44,7 @@ class PlainRows(RowFormat):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if out is None:
-            # Naming the device costs time, so it is named only if it must be.
-            where = {} if routes.is_cpu else {"device": routes.device}
-            out = torch.empty(num_tokens, self.hidden, dtype=self.dtype, **where)
+            out = torch.empty(num_tokens, self.hidden, dtype=self.dtype)
         if self.hidden:  # memory of rows without numbers may have no address
             self._kernels.combine_rows(out, routes, addresses[0], weights=weights)
         return out

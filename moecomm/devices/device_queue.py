@@ -165,7 +165,7 @@ class DeviceQueue(OrderedQueue):
 
         def tell() -> None:
             try:
-                made = work(*arguments)
+                made = work(*map(self._here, arguments))
                 parts = [self._placed(room, part) for room, part in zip(rooms, made, strict=True)]
                 told.append(cast(T, tuple(parts)) if type(made) is tuple else type(made)(*parts))
             except Exception as error:  # noqa: BLE001 - raised below, on the thread that has to know
@@ -178,6 +178,10 @@ class DeviceQueue(OrderedQueue):
         if failures:
             raise failures[0]
         return told[0]
+
+    def _here(self, argument: Any) -> Any:
+        is_away = isinstance(argument, Tensor) and argument.device != self._device.torch_device
+        return self.upload(argument) if is_away else argument
 
     @staticmethod
     def _placed(room: Tensor | None, part: Any) -> Any:

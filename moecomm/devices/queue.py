@@ -45,7 +45,8 @@ class Queue(abc.ABC):
     def call(self, rooms: Rooms | None, work: Callable[..., T], *arguments: Any) -> T:
         """As `make`, for work that gives a tuple of which the host needs something: it waits.
 
-        Tensors without a room come to the host; what is no tensor stays as it is, and what the work raises is raised.
+        Host tensors among the arguments are copied to the device. Results without a room come to the host; what is no
+        tensor stays as it is, and what the work raises is raised.
         """
 
     @abc.abstractmethod
