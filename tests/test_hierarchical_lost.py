@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def lose_a_rank(group, operation):
         received = everybody_to_everybody(comm)
         if group.rank == VICTIM:
             when_taking(comm, 3, die)
-        found = caught(lambda: call(comm, received, operation))
+        found = caught(partial(call, comm, received, operation))
         comm.close()
     del received, comm
     return found, left_behind()
@@ -84,7 +85,7 @@ def stop_for_a_while(group, told, operation):
         told.wait(20)
         if slow:
             when_taking(comm, 3, lambda: told.wait(20))
-        found = caught(lambda: call(comm, received, operation))
+        found = caught(partial(call, comm, received, operation))
         if not slow:
             told.wait(20)
         for seed in range(3):

@@ -123,7 +123,9 @@ class HierarchicalDispatch(Dispatch):
         assert routing.counts is not None
         counts, me = routing.counts.numpy(), weakref.proxy(self)
         return {
-            source: partial(type(self)._forward, me, RailRoutes(self.exchange.kernels, rails.placement, routing, source))
+            source: partial(
+                type(self)._forward, me, RailRoutes(self.exchange.kernels, rails.placement, routing, source)
+            )
             for source in self.channels.sources
             if rails.concerns(counts, source, rails.domain)
         }
