@@ -9,7 +9,7 @@ from moecomm.testing.compare import assert_bitwise_equal
 
 __all__ = ["GRIDS", "mixed_calls", "per_host_home"]
 
-GRIDS = [Topology.grid(1, 1), Topology.grid(2, 2), Topology.grid(3, 1), Topology.grid(1, 3, 1)]
+GRIDS = [Topology.grid(1, 1), Topology.grid(2, 2), Topology.grid(3, 1), Topology.grid(1, 3, 1), Topology.grid(*[1] * 6)]
 
 
 def per_host_home(batch, rank, topology, weighted=False):

@@ -2,14 +2,16 @@
 copied, early chunks that nobody takes.
 """
 
+import contextlib
+
 import pytest
 import torch
-from exchange_ranks import HIDDEN, Batch, in_one_thread
+from exchange_ranks import HIDDEN, Batch, caught, in_one_thread
 from hierarchical_cases import per_host_home
 from interleavings import receive_all, run_in_turns
 from tiny_rings import tiny_rings
 
-from moecomm import Topology
+from moecomm import MemoryLimitExceeded, Topology
 from moecomm.algorithms.channels import Channels
 from moecomm.algorithms.hops import Hops
 from moecomm.testing.compare import assert_bitwise_equal
@@ -109,3 +111,34 @@ def test_rows_of_fixed_shape_are_shared_without_copying_their_padding():
         assert [comm.stats["receive_bytes_alive"] for comm in comms] == [0, 0]
         assert [comm.stats["fixed_blocks_alive"] for comm in comms] == [0, 0]
         assert max(comm.stats["receive_bytes_peak"] for comm in comms) <= 1 << 16
+
+
+def test_all_ranks_learn_who_lacks_memory_for_rows_of_fixed_shape():
+    topology = Topology.grid(1, 1)
+    with in_one_thread(2, max_tokens_per_rank=64, topology=topology) as comms:
+        batch = Batch(2, 2)
+        received = receive_all(comms, batch, mode="low_latency")
+        outputs = [one.x.clone() for one in received]
+        held = []
+        with contextlib.suppress(MemoryLimitExceeded):
+            while len(held) < 1000:
+                held.append(comms[1].combine_buffer(received[1].handle, torch.float32))
+        assert 0 < len(held) < 1000
+
+        def combine():
+            works = [
+                comm.combine_async(y, one.handle, reduce="per_host")
+                for comm, y, one in zip(comms, outputs, received, strict=True)
+            ]
+            run_in_turns(works)
+            return works
+
+        texts = [caught(work.wait) for work in combine()]
+        assert texts[0] == texts[1]
+        name, text, _ = texts[0]
+        assert name == "MemoryLimitExceeded"
+        assert "rank 1" in text
+        assert "for low-latency calls" in text
+        held.clear()
+        for rank, work in enumerate(combine()):
+            assert_bitwise_equal(work.wait(), per_host_home(batch, rank, topology), f"rank {rank}")

@@ -193,3 +193,17 @@ def test_mistakes_are_named():
         reference_dispatch(X, IDX, num_experts=5, rank=0, layout="rows")
     with pytest.raises(ValueError, match=r"ys\[1\] must have 2 rows, got 3"):
         reference_combine([torch.zeros(5, 1), torch.zeros(3, 1)], IDX, num_experts=5, rank=0)
+
+
+def test_sums_per_host_round_each_domains_sum_before_they_are_added():
+    """2049 is no float16: 2048 + 1 of one domain is rounded to 2048 there, and the 1 is lost; added exactly, 2050."""
+    ys = [torch.tensor([[2048.0]]), torch.tensor([[1.0]]), torch.tensor([[1.0]])]
+    ys = [y.to(torch.float16) for y in ys]
+    idx = [torch.tensor([[0, 1, 2]]), *[torch.empty(0, 3, dtype=torch.int64)] * 2]
+
+    def home(domain_of):
+        return reference_combine(ys, idx, num_experts=3, rank=0, domain_of=domain_of).item()
+
+    assert home(None) == home((0, 0, 0)) == 2050.0
+    assert home((0, 0, 1)) == 2048.0  # 2048 + 1 = 2049 is a tie, rounded to even
+    assert home((0, 1, 1)) == 2050.0

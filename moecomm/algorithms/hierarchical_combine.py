@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -164,12 +165,13 @@ class HierarchicalCombine(Combine):
     def _traffic_out(self) -> Traffic:
         """What I ask for; made once."""
         if self.traffic is None:
+            me = weakref.proxy(self)  # what is left of the traffic of a failed call must not keep its memory
             outgoing, row = [], 0
             for entries, is_whole in zip(self.requests.entries, self.requests.is_whole, strict=True):
                 weights = None
                 if self.topk_weights is not None:
                     weights = torch.where(is_whole[:, None], self.topk_weights[entries.tokens], 1.0)
-                outgoing.append(_RequestsOut(self, self.channels.rails[entries.domain], entries, weights, row))
+                outgoing.append(_RequestsOut(me, self.channels.rails[entries.domain], entries, weights, row))
                 row += len(entries.tokens)
             self.traffic = Traffic(self.channels, self.call.sequence, outgoing, is_answered=True)
         return self.traffic
@@ -177,9 +179,9 @@ class HierarchicalCombine(Combine):
     def _incoming(self) -> dict[int, Callable[[Chunk], None]]:
         rails, routing = self.rails, self.routing
         assert routing.counts is not None
-        counts = routing.counts.numpy()
+        counts, me, serve = routing.counts.numpy(), weakref.proxy(self), type(self)._serve
         return {
-            source: partial(self._serve, RailRoutes(self.exchange.kernels, rails.placement, routing, source), source)
+            source: partial(serve, me, RailRoutes(self.exchange.kernels, rails.placement, routing, source), source)
             for source in self.channels.sources
             if rails.concerns(counts, source, rails.domain)
         }

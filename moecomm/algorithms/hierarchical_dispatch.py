@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -108,20 +109,23 @@ class HierarchicalDispatch(Dispatch):
         """What I send; made once."""
         if self.traffic is None:
             planes = self.row_format.encode(self.x)
+            me = weakref.proxy(self)  # what is left of the traffic of a failed call must not keep its memory
             outgoing = []
             for domain, rail in self.channels.rails.items():
                 entries = self.rails.per_token(self.routing.topk_idx, domain, self.domains)
                 if len(entries.tokens):
-                    outgoing.append(_RowsOut(self, rail, entries, planes))
+                    outgoing.append(_RowsOut(me, rail, entries, planes))
             self.traffic = Traffic(self.channels, self.call.sequence, outgoing)
         return self.traffic
 
     def _incoming(self) -> dict[int, Callable[[Chunk], None]]:
         rails, routing = self.rails, self.routing
         assert routing.counts is not None
-        counts = routing.counts.numpy()
+        counts, me = routing.counts.numpy(), weakref.proxy(self)
         return {
-            source: partial(self._forward, RailRoutes(self.exchange.kernels, rails.placement, routing, source))
+            source: partial(
+                type(self)._forward, me, RailRoutes(self.exchange.kernels, rails.placement, routing, source)
+            )
             for source in self.channels.sources
             if rails.concerns(counts, source, rails.domain)
         }

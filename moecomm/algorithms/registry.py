@@ -20,7 +20,7 @@ from moecomm.placement import Placement
 from moecomm.topology import Topology
 from moecomm.transports.domains import check_topology, far_ranks, find_topology
 from moecomm.transports.peers import gather_peers
-from moecomm.transports.registry import choose, transport_names
+from moecomm.transports.registry import choose_together, transport_names
 
 __all__ = ["exchange_names", "make_session"]
 
@@ -113,7 +113,7 @@ def make_session(
             raise TransportUnavailable(f"transport {transport!r}", reason, remedy)
         return collective()
     try:
-        choice = choose(transport, me, peers)
+        choice = choose_together(transport, group, peers)
     except TransportUnavailable as error:
         if transport != "auto" or not device.is_host or Collective.refusal(group) is not None:
             raise

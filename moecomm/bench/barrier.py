@@ -21,7 +21,7 @@ from moecomm.errors import PeerTimeout, TransportUnavailable
 from moecomm.groups import Group
 from moecomm.transports.base import WaitOutcome
 from moecomm.transports.peers import gather_peers
-from moecomm.transports.registry import choose
+from moecomm.transports.registry import choose_together
 
 __all__ = ["Barrier", "GroupBarrier", "SignalBarrier", "SpinBarrier", "make_barrier"]
 
@@ -122,7 +122,7 @@ class SignalBarrier:
 
     def __init__(self, group: Group, timeout: float) -> None:
         peers = gather_peers(group)
-        self._transport = choose("auto", peers[group.rank], peers).transport(group, peers, 1)
+        self._transport = choose_together("auto", group, peers).transport(group, peers, 1)
         self._timeout = timeout
         self._arrivals = 0
 

@@ -22,7 +22,7 @@ from moecomm.errors import PeerTimeout, TransportUnavailable
 from moecomm.groups import Group, SoloGroup
 from moecomm.transports.base import WaitOutcome
 from moecomm.transports.peers import gather_peers
-from moecomm.transports.registry import choose, transport_names
+from moecomm.transports.registry import choose_together, transport_names
 
 __all__ = ["SignalRing", "make_signal_ring", "measure_python", "spin"]
 
@@ -47,7 +47,7 @@ class SignalRing:
 
     def __init__(self, group: Group, *, transport: str, timeout: float) -> None:
         peers = gather_peers(group)
-        self._transport = choose(transport, peers[group.rank], peers).transport(group, peers, 1)
+        self._transport = choose_together(transport, group, peers).transport(group, peers, 1)
         self._rank, self._num_ranks = group.rank, group.size
         self._timeout = timeout
         self._next = (group.rank + 1) % group.size

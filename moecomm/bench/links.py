@@ -26,7 +26,7 @@ from moecomm.errors import PeerTimeout, TransportError, TransportUnavailable
 from moecomm.groups import Group
 from moecomm.transports.base import WaitOutcome
 from moecomm.transports.peers import gather_peers
-from moecomm.transports.registry import choose, transport_names
+from moecomm.transports.registry import choose_together, transport_names
 
 __all__ = ["HOP", "STREAM", "Link", "RailHop", "RailStreams", "make_links", "own_address", "rail_bytes"]
 
@@ -213,7 +213,7 @@ class RailHop:
 
     def __init__(self, group: Group, sending: Sequence[dict[int, int]], *, transport: str, timeout: float) -> None:
         peers = gather_peers(group)
-        self._transport = choose(transport, peers[group.rank], peers).transport(group, peers, 1)
+        self._transport = choose_together(transport, group, peers).transport(group, peers, 1)
         self._timeout = timeout
         self._count = 0
         totals = [sum(to.get(rank, 0) for to in sending) for rank in range(group.size)]

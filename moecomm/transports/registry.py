@@ -8,10 +8,11 @@ import logging
 from collections.abc import Sequence
 
 from moecomm.errors import TransportUnavailable
+from moecomm.groups import Group
 from moecomm.transports.base import Transport
 from moecomm.transports.peers import Peer
 
-__all__ = ["Choice", "choose", "register", "transport_class", "transport_names"]
+__all__ = ["Choice", "choose", "choose_together", "register", "transport_class", "transport_names"]
 
 _log = logging.getLogger("moecomm.transports")
 
@@ -81,7 +82,7 @@ def refusal(transport: type[Transport], me: Peer, peers: Sequence[Peer]) -> str 
 
 
 def choose(name: str, me: Peer, peers: Sequence[Peer]) -> Choice:
-    """Finds the transport that reaches all peers.
+    """Finds the transport that reaches all peers, from one rank's point of view.
 
     Arguments:
         name: `auto`, or the only one to ask.
@@ -89,16 +90,54 @@ def choose(name: str, me: Peer, peers: Sequence[Peer]) -> Choice:
     Raises:
         TransportUnavailable: if none does; with every reason and remedy.
     """
-    refusals: dict[str, str] = {}
-    for candidate in transport_names() if name == "auto" else [name]:
-        transport = transport_class(candidate)
-        if name == "auto" and me.device_type not in transport.capabilities.device_types:
-            continue
-        reason = refusal(transport, me, peers)
+    candidates, refusals = _candidates(name, me), dict[str, str]()
+    return _chosen(name, candidates, _first(candidates, 0, me, peers, refusals), refusals)
+
+
+def choose_together(name: str, group: Group, peers: Sequence[Peer]) -> Choice:
+    """Finds the transport by which all ranks reach all others, the same one on every rank. Collective.
+
+    One rank may reach another that does not reach it (of two users, root), and only the rank itself knows whether it
+    finds a library.
+
+    Raises:
+        TransportUnavailable: on all ranks, if there is none.
+    """
+    candidates, refusals = _candidates(name, peers[group.rank]), dict[str, str]()
+    place = 0
+    while True:
+        place = _first(candidates, place, peers[group.rank], peers, refusals)
+        answers: list[tuple[int, dict[str, str]]] = group.all_gather((place, refusals))
+        furthest = max(theirs for theirs, _ in answers)
+        for candidate in candidates[place:furthest]:
+            refusals[candidate] = next(reasons[candidate] for _, reasons in answers if candidate in reasons)
+        if all(theirs == furthest for theirs, _ in answers):
+            return _chosen(name, candidates, place, refusals)
+        place = furthest
+
+
+def _candidates(name: str, me: Peer) -> list[str]:
+    """Whom to ask, in order: `auto` means those that carry the kind of device that all ranks have."""
+    if name != "auto":
+        return [name]
+    return [one for one in transport_names() if me.device_type in transport_class(one).capabilities.device_types]
+
+
+def _first(candidates: Sequence[str], place: int, me: Peer, peers: Sequence[Peer], refusals: dict[str, str]) -> int:
+    """The first candidate from `place` on that reaches all peers, or their number; notes why the others do not."""
+    for candidate in candidates[place:]:
+        reason = refusal(transport_class(candidate), me, peers)
         if reason is None:
-            return Choice(transport, refusals)
+            break
         _log.debug("transport %s: %s", candidate, reason)
         refusals[candidate] = reason
+        place += 1
+    return place
+
+
+def _chosen(name: str, candidates: Sequence[str], place: int, refusals: dict[str, str]) -> Choice:
+    if place < len(candidates):
+        return Choice(transport_class(candidates[place]), refusals)
     reasons = " ".join(f"{candidate}: {reason}" for candidate, reason in refusals.items())
     remedies = " ".join(dict.fromkeys(transport_class(candidate).remedy() for candidate in refusals))
     raise TransportUnavailable(f"transport {name!r}", reasons, remedies)
