@@ -65,6 +65,7 @@ def test_a_module_of_no_known_package_is_there_all_the_same():
     ],
 )
 def test_devices_and_what_keeps_them_away(monkeypatch, capsys, cuda, driver, devices, what):
+    everything = collect()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(gpu, "_has_driver", lambda: driver)
@@ -77,7 +78,7 @@ def test_devices_and_what_keeps_them_away(monkeypatch, capsys, cuda, driver, dev
     assert len(facts["missing"]) == len(what)
     assert all(part in one["what"] and one["remedy"] for part, one in zip(what, facts["missing"], strict=True))
     assert facts == json.loads(json.dumps(facts))
-    whole = {**collect(), "gpu": facts}
+    whole = {**everything, "gpu": facts}
     monkeypatch.setattr("moecomm.cli.facts.collect", lambda: whole)
     main(["info"])
     printed = capsys.readouterr().out

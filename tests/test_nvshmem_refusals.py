@@ -91,7 +91,7 @@ def test_ranks_on_cuda_tell_each_other_what_they_lack():
 def test_tensors_on_the_cpu_are_refused_with_a_remedy():
     with pytest.raises(TransportUnavailable) as caught:
         Communicator(None, num_experts=2, hidden=4, num_topk=1, max_tokens_per_rank=4, transport="nvshmem")
-    assert "it carries CUDA tensors; those of rank 0 are on cpu." in str(caught.value)
+    assert "it carries cuda tensors, not cpu ones." in str(caught.value)
     assert "pip install 'moecomm[nvshmem]'" in caught.value.remedy
 
 
@@ -100,7 +100,7 @@ def test_info_names_the_transport_and_its_packages():
     [about] = [one for one in facts["transports"] if one["name"] == "nvshmem"]
     assert about["device_types"] == ["cuda"]
     assert about["crosses_hosts"]
-    assert torch.cuda.is_available() or (not about["answers"] and problem_here() in about["refuses"]["other hosts"])
+    assert torch.cuda.is_available() or "torch finds no CUDA device" in about["refuses"]["other hosts"]
     parts = {part["name"]: part for part in facts["optional"]}
     for package in ("nvidia-nvshmem-cu13", "nvshmem4py-cu13"):
         assert "moecomm[nvshmem]" in parts[package]["remedy"]

@@ -54,7 +54,7 @@ class Eager(Algorithm):
                 "memory_limit; construct the Communicator with a smaller max_tokens_per_rank or a larger memory_limit"
             )
             return
-        windows = Windows(exchange, sizes, num_windows)
+        windows = Windows(exchange, sizes, num_windows=num_windows)
         # Where kernels cannot add to the session's counts they add to a copy.
         tokens = exchange.tokens_per_expert.to(exchange.device.torch_device)
         home = Home(exchange.rank, exchange.expert_rank, exchange.expert_local, tokens)
