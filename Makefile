@@ -10,13 +10,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard csrc/*.cc csrc/*.h csrc/*/*.cc csrc/*/*.h)
 
-.PHONY: help setup demo test test-kernels lint format sanitize bench clean
+# Tests that have a command of their own, so that `make test` takes minutes.
+COMPILING := tests/test_triton_compile.py tests/test_grouped_gemm_launches.py
+BETWEEN_HOSTS := $(wildcard tests/test_multi_host*.py)
+APART := $(COMPILING) $(BETWEEN_HOSTS)
+
+.PHONY: help setup demo test test-kernels test-hosts lint format sanitize bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small mixture-of-experts model over two processes"
 	@echo "make test      run the tests"
-	@echo "make test-kernels  run those of the Triton kernels, interpreted"
+	@echo "make test-kernels  run those of the Triton kernels, interpreted and compiled"
+	@echo "make test-hosts    run those between hosts, in network namespaces of this machine (root)"
 	@echo "make lint      ruff, mypy, clang-format"
 	@echo "make format    let ruff and clang-format rewrite the sources"
 	@echo "make sanitize  the native part under address, undefined-behaviour and thread sanitizers"
@@ -45,11 +51,16 @@ demo: setup
 	$(BIN)/moecomm demo $(DEMO_FLAGS)
 
 test: setup
-	$(BIN)/python -m pytest --ignore tests/triton $(TEST_FLAGS)
+	$(BIN)/python -m pytest --ignore tests/triton $(APART:%=--ignore %) $(TEST_FLAGS)
 
-# Triton kernels in its interpreter, which is slow.
+# Triton kernels in its interpreter, which is slow; then compiled for GPUs.
 test-kernels: setup
 	$(BIN)/python -m pytest $(TEST_FLAGS) tests/triton
+	$(BIN)/python -m pytest $(TEST_FLAGS) $(COMPILING)
+
+# Hosts within this machine: network namespaces, which need root, and UCX.
+test-hosts: setup
+	$(BIN)/python -m pytest -rs $(TEST_FLAGS) $(BETWEEN_HOSTS)
 
 lint: setup
 	scripts/check $(BIN)
