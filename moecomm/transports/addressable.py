@@ -45,7 +45,7 @@ class AddressableTransport(Transport):
 
     def _map_on(self, device: AsynchronousDevice, nbytes: int) -> list[_C.Mapping]:
         """`_map`, in memory of my device. Collective."""
-        raise NotImplementedError(f"transport {self.name} carries {self.capabilities.device_types}")
+        raise AssertionError(f"transport {self.name} carries {self.capabilities.device_types}")
 
     def allocate(self, nbytes: int) -> Region:
         return self._keep(self._map(nbytes), nbytes)
