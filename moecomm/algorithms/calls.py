@@ -64,9 +64,10 @@ class Call:
         phases: the first never waits, each later one only at its start.
         job: what the phases work on; let go of at the end.
         recording: autograd records the call here. Ranks need not agree.
+        by_device: only the devices count it, see `DeviceCalls`; else the hosts do.
 
     Attributes:
-        operation, words, phases, job, recording: as given.
+        operation, words, phases, job, recording, by_device: as given.
         sequence: its number in the communicator; set when it begins.
         num_run: phases that have run.
         result: after the last phase.
@@ -100,12 +101,14 @@ class Call:
         phases: tuple[Phase, ...] = (),
         job: Any = None,
         recording: bool = False,
+        by_device: bool = False,
     ) -> None:
         self.operation = operation
         self.words = words
         self.phases = phases
         self.job = job
         self.recording = recording
+        self.by_device = by_device
 
     @property
     def title(self) -> str:

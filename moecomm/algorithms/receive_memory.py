@@ -45,6 +45,7 @@ class ReceiveMemory:
             take memory. None: no space.
         allocate_leaving: the same for what a combine sends. Apart, since the others' memory is known to be zero but for
             some rows.
+        reclaim: lets go of blocks that are kept for later; called when there is no space.
         num_copies: tensors that had to be copied to where peers can read them.
     """
 
@@ -77,6 +78,7 @@ class ReceiveMemory:
         self.allocate = self._taking(self._arena)
         self.allocate_arriving = self._taking(self._arriving)
         self.allocate_leaving = self._taking(self._leaving)
+        self.reclaim: Callable[[], object] = lambda: None
         self.num_copies = 0
         self._start = self.region.address
         self._end = self._start + self.region.nbytes
@@ -88,6 +90,9 @@ class ReceiveMemory:
 
         def take(nbytes: int) -> _C.Block | None:
             block = arena.allocate(nbytes)
+            if block is None:
+                self.reclaim()
+                block = arena.allocate(nbytes)
             if block is not None:
                 self._queue.claim(block)
             return block
