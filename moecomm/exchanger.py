@@ -175,11 +175,11 @@ class Exchanger:
         return algorithm, capacity, row_format
 
     def _refuse(self, operation: Operation, error: Exception, mode: str, handle: Any, is_hosted: bool) -> None:
-        """Lets the peers know that this rank does not make a call, where hosts count it."""
+        """Lets the peers know that this rank does not make a call."""
         routing = handle.routing if isinstance(handle, Handle) else None
         algorithm = self.session.algorithms.get(mode if routing is None else handle.mode)
-        if algorithm is None or not algorithm.is_by_device(routing, is_hosted=is_hosted):
-            self.session.refuse(operation, error)
+        by_device = algorithm is not None and algorithm.is_by_device(routing, is_hosted=is_hosted)
+        (self.session.refuse_by_device if by_device else self.session.refuse)(operation, error)
 
     def _admit(self, operation: Operation, make_room: bool) -> None:
         """Before the arguments are looked at, which may be wrong on one rank only: is there room for a call?"""

@@ -279,6 +279,17 @@ class LateDevice(AsynchronousDevice):
         finally:
             del self._current.stream
 
+    @contextlib.contextmanager
+    def capturing(self):
+        """As if the current stream's work were kept for a graph; whoever keeps it sees all of it."""
+        self.captures = True
+        try:
+            yield
+            for stream in self._streams:
+                stream.synchronize()
+        finally:
+            self.captures = False
+
     def end(self):
         """Ends the streams' threads, and says what went wrong in them."""
         for stream in self._streams:

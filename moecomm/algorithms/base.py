@@ -171,6 +171,9 @@ class Session(abc.ABC):
     def refuse(self, operation: Operation, error: Exception) -> None:
         """Counts a call that this rank's arguments do not allow, and tells the peers, who would wait for it."""
 
+    def refuse_by_device(self, operation: Operation, error: Exception) -> None:  # noqa: B027 - most have none of these
+        """`refuse` for a call that only the devices would count."""
+
     @abc.abstractmethod
     def check_room(self, operation: Operation) -> None:
         """Raises TooManyInFlight if one more call may not begin; the peers, which made the same calls, raise it too."""

@@ -15,6 +15,7 @@ __all__ = [
     "LANE_DONE",
     "LANE_GRANTED",
     "LANE_NOTICED",
+    "LANE_REFUSED",
     "NUM_LANES",
     "TRAFFIC_LANES",
     "Call",
@@ -31,7 +32,9 @@ LANE_NOTICED = 3
 LANE_CHUNK = 4
 LANE_CREDIT = 5
 TRAFFIC_LANES = range(LANE_CHUNK, LANE_CREDIT + 1)
-NUM_LANES = 6
+# Counts the calls of the devices alone that its source has refused to make.
+LANE_REFUSED = 6
+NUM_LANES = 7
 _LANE_NAMES = ("has not made the call", "has not granted receive memory", "has not finished its part")
 
 

@@ -25,6 +25,7 @@ from moecomm.algorithms.eager import Eager
 from moecomm.algorithms.eager_sizes import EagerForm, EagerSizes
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.routing import Routing
+from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 from moecomm.devices.base import AsynchronousDevice
 from moecomm.devices.queue import OrderedQueue
@@ -75,7 +76,7 @@ class Captured(Algorithm):
             needed = needed._replace(message=0, windows=0, output=0, outputs=0)
         self._output_bytes = needed.output
         self.kernels = self._make_kernels(needed, max_in_flight, timeout)
-        exchange.device_calls = DeviceCalls(queue, self.kernels)
+        exchange.device_calls = DeviceCalls(queue, self.kernels, exchange.transport, timeout)
         exchange.captured = self.kernels
         if not self._refusal:
             self._hosted = Eager(exchange, self._sizes, max_in_flight)
@@ -179,7 +180,12 @@ class Captured(Algorithm):
         known = None if routing.routes is None else routing
         if not self.is_by_device(known, is_hosted=routing.is_hosted):
             return self._hosted.begin_dispatch(x, routing.known_to_host(), row_format, topk_weights)
-        return self._exchange.begin_by_device(CapturedDispatch(self, x, routing, row_format, topk_weights))
+        try:
+            dispatch = CapturedDispatch(self, x, routing, row_format, topk_weights)
+        except Exception as error:  # there is no block
+            self._exchange.refuse_by_device(Operation.EAGER_DISPATCH, error)
+            raise
+        return self._exchange.begin_by_device(dispatch)
 
     def begin_combine(
         self,

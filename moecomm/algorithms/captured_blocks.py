@@ -98,6 +98,11 @@ class Lease:
         given, self._kept.watches = watched(make)
         return given
 
+    def is_intact(self) -> bool:
+        """Whether nobody has written to the tensors that were given out before; asked once."""
+        watches, self._kept.watches = self._kept.watches, ()
+        return all(watch.is_intact() for watch in watches)
+
     def __del__(self) -> None:
         kept = self._kept
         kept.events = self._end_of_use()
@@ -121,7 +126,7 @@ class BlockPool:
         self._idle: dict[_Key, _Idle] = {}
 
     def lease(self, form: EagerForm) -> Lease:
-        """A block for a call that begins on the caller's current stream: zero but for rows that the kernels know.
+        """A block for a call that is about to begin on the caller's current stream, to be cleaned by its work.
 
         Raises:
             MemoryLimitExceeded: there is no memory for one more.
@@ -129,12 +134,15 @@ class BlockPool:
         """
         idle = self._idle.setdefault((form.kernel, form.shape), _Idle(deque(), deque()))
         kept = self._captured(idle) if self._queue.is_capturing() else self._ready(idle, form)
-        if not all(watch.is_intact() for watch in kept.watches):
-            self._queue.zero(kept.memory.address, kept.memory.nbytes)
-            used: torch.Tensor = kept.captured.placed.arrived.used
-            self._queue.run(used.zero_)
-        kept.watches = ()
         return Lease(kept, idle, self._queue.end_of_use())
+
+    def clean(self, lease: Lease) -> None:
+        """Zeroes the block if somebody has written to what was given out of it; work of the call that begins."""
+        if lease.is_intact():
+            return
+        memory, used = lease.memory, lease.captured.placed.arrived.used
+        self._queue.zero(memory.address, memory.nbytes)
+        self._queue.run(used.zero_)
 
     def release(self) -> None:
         """Gives the memory of idle blocks back, but for those of graphs."""

@@ -62,6 +62,7 @@ class CapturedDispatch:
 
     def _send(self) -> None:
         queue, kernels, ids = self.home.queue, self.home.kernels, self.routing.topk_idx
+        self.home.pool.clean(self.lease)
         queue.run(functools.partial(kernels.send, topk_weights=self.topk_weights), self.rows, ids, self.lease.captured)
         if self.ids is not ids:
             queue.run(self.ids.copy_, ids)

@@ -139,6 +139,9 @@ class Exchange(Session):
     def refuse(self, operation: Operation, error: Exception) -> None:
         self.sequencer.refuse(operation, error)
 
+    def refuse_by_device(self, operation: Operation, error: Exception) -> None:
+        self._by_device.refuse(operation, error)
+
     def check_room(self, operation: Operation) -> None:
         self.sequencer.check_room(operation)
         if self.device_calls is not None and self._is_full(self.device_calls):
@@ -228,6 +231,7 @@ class Exchange(Session):
             self.device_calls.abandon()
         self.sequencer.abandon()
         self.queue.close()
+        self.memory.keep_nothing()
         self.algorithms = {}  # they hold the session, so it would take the garbage collector to let go of the memory
         # Memory is not cleared: peers may still be reading the rows of a low-latency combine that is finished here.
         self.transport.close()

@@ -21,6 +21,10 @@ _MAPPABLE_BYTES = 2**43
 _PAGE = 4096
 
 
+def _nothing() -> None:
+    """There is nothing to let go of."""
+
+
 class ReceiveMemory:
     """The arena of a communicator on one rank. Construction is collective.
 
@@ -78,7 +82,7 @@ class ReceiveMemory:
         self.allocate = self._taking(self._arena)
         self.allocate_arriving = self._taking(self._arriving)
         self.allocate_leaving = self._taking(self._leaving)
-        self.reclaim: Callable[[], object] = lambda: None
+        self.reclaim: Callable[[], object] = _nothing
         self.num_copies = 0
         self._start = self.region.address
         self._end = self._start + self.region.nbytes
@@ -134,6 +138,11 @@ class ReceiveMemory:
                 offset = block.offset
             offsets.append(offset)
         return tuple(offsets), blocks, 0
+
+    def keep_nothing(self) -> None:
+        """Gives back what is kept for later, for good."""
+        self.reclaim()
+        self.reclaim = _nothing
 
     def exceeded(self, operation: str, who: str, need: int, limit: int) -> MemoryLimitExceeded:
         """The error that every rank raises when one rank's memory does not suffice."""
