@@ -6,7 +6,7 @@ Parts, each in a process of its own, so that a kernel that hangs or spoils the d
     low_latency  dispatch and combine of 8 virtual ranks against a signal and the copy of their bytes
     gemm         the grouped GEMM against torch's, a dense product, and reading the weights
     layer        a layer, forward and backward, against plain torch
-    links        two processes over CUDA IPC; what is missing for several GPUs
+    links        dispatch and combine between processes, a GPU each, against NCCL; two on one GPU over CUDA IPC
 
 The time of `--seconds` is shared out among the parts (printed); a part begins no case behind its own share. On a first
 run much of it goes into compiling kernels and choosing tile shapes: both are kept on disk, so a second run has time
@@ -40,7 +40,7 @@ from moecomm.cli.console import Console
 
 __all__ = ["PARTS", "main"]
 
-PARTS = {"checks": 0.28, "rows": 0.12, "low_latency": 0.12, "gemm": 0.34, "layer": 0.1, "links": 0.04}
+PARTS = {"checks": 0.26, "rows": 0.11, "low_latency": 0.11, "gemm": 0.32, "layer": 0.08, "links": 0.12}
 """Each part's share of the time; what one does not need, or takes too much, is shared out among the later ones."""
 
 _GRACE_SECONDS = 40.0  # for starting a part, and for the case that is under way when its time is over

@@ -16,9 +16,7 @@ import check_rows
 import checks
 import gemm
 import layer
-import links
 import low_latency
-import report
 import rows
 import run
 import sizes
@@ -229,21 +227,6 @@ def test_a_spoiled_push_is_seen_at_full_size(monkeypatch):
     context = context_of("rows")
     rows.run(context)
     assert all(record.wrong > 0 for record in context.records if record.what.startswith("push"))
-
-
-def test_links_say_what_is_missing():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU: the exchange would run")
-    context = context_of("links")
-    links.run(context)
-    assert not report.is_bad(context.records)
-    assert all(record.note.startswith("not measured: ") for record in context.records)
-    table, routes = links.make_rows(3, 2, 5, CPU)
-    target = torch.empty(6, 2, dtype=torch.int16)
-    TritonRowKernels().push_rows(table, routes, [target.data_ptr(), 0])
-    assert torch.equal(target, links.expected_rows(table))
-    with pytest.raises(RuntimeError, match="the other process ended with 1"):
-        links._ask_child(["not a handle"])
 
 
 def test_whole_communicators_are_checked():
