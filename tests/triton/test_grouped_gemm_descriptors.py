@@ -122,6 +122,9 @@ def test_what_can_be_described():
     assert not describable_rows(x, torch.zeros(9, 70).half()[:, :64])
     assert not describable_rows(x, room.float())
     assert not describable_rows(x[:0], x[:0])
+    one_for_all = x[:1].expand(9, 64)
+    assert describable(one_for_all, weight.transpose(1, 2)) == "none"
+    assert not describable_rows(x, one_for_all)
     # A block would reach into the next expert.
     assert describable(x[:, :40], torch.zeros(3, 40, 64).half()) == "none"
 

@@ -184,7 +184,7 @@ def choose_shape(
         "source": source_hash(),
     }
     values = _choices.choose(
-        key, [list(dataclasses.astuple(shape)) for shape in candidates], lambda values: _time(launch, values)
+        key, [list(dataclasses.astuple(shape)) for shape in candidates], lambda values: _time(launch, values, device)
     )
     return _chosen.setdefault(family, TileShape(*values))
 
@@ -211,10 +211,11 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def _time(launch: Callable[[TileShape], None], values: list[Any]) -> float:
+def _time(launch: Callable[[TileShape], None], values: list[Any], device: torch.device) -> float:
     """Milliseconds; infinity when the device has not enough of something."""
     try:
-        return float(triton.testing.do_bench(lambda: launch(TileShape(*values)), warmup=5, rep=20))
+        with torch.cuda.device(device):  # whose stream is timed
+            return float(triton.testing.do_bench(lambda: launch(TileShape(*values)), warmup=5, rep=20))
     except (OutOfResources, PTXASError):
         return float("inf")
 
