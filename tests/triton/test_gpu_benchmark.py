@@ -10,6 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 
+import check_captured
 import check_experts
 import check_low_latency
 import check_rows
@@ -21,6 +22,7 @@ import rows
 import run
 import sizes
 import timing
+from captured_replay import MODULES as CAPTURED
 from context import Context
 from exchange import run_pairs
 from late_device import LateDevice
@@ -30,7 +32,8 @@ from moecomm.kernels import kernels_for
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.registry import eager_kernels_for
-from moecomm.kernels.triton import tile_shapes
+from moecomm.kernels.triton import runtime, tile_shapes
+from moecomm.kernels.triton.captured import CapturedExchange
 from moecomm.kernels.triton.rows import TritonRowKernels
 
 CPU = torch.device("cpu")
@@ -44,7 +47,15 @@ def methods(protocol):
     return {name for name in vars(protocol) if not name.startswith("_")}
 
 
-def test_interpreted_checks_cover_every_kernel_and_find_all_right(tmp_path, capsys):
+def test_interpreted_checks_cover_every_kernel_and_find_all_right(tmp_path, capsys, monkeypatch):
+    launched = set()
+
+    def launch(kernel, *args, **constants):
+        launched.add(kernel.fn.__name__)
+        runtime.launch(kernel, *args, **constants)
+
+    for module in CAPTURED:
+        monkeypatch.setattr(module, "launch", launch)
     path = tmp_path / "figures.json"
     assert run.main(["--interpret", "--json", str(path)]) == 0
     assert "answers checked, none wrong" in capsys.readouterr().out
@@ -54,7 +65,9 @@ def test_interpreted_checks_cover_every_kernel_and_find_all_right(tmp_path, caps
     wrong = {record["what"]: record["wrong"] for record in found["records"]}
     assert set(wrong.values()) == {0}
     kernels = methods(RowKernels) | methods(EagerKernels) | {"signal", "wait", "grouped_gemm", "grouped_swiglu"}
-    assert kernels <= set(wrong)
+    assert kernels | {"captured dispatch", "captured combine", "static dispatch"} <= set(wrong)
+    known = [module for module in CAPTURED if module.__name__.split(".")[-1].startswith("captured_")]
+    assert {case.kernel.fn.__name__ for module in known for case in module.compile_cases()} <= launched
     # What there was no time for is not right.
     assert run.main(["--interpret", "--seconds", "0.001"]) == 1
 
@@ -142,6 +155,18 @@ def test_a_broken_low_latency_kernel_is_counted():
     assert hit == {"receive_eager"}
 
 
+def test_a_broken_captured_call_is_counted(monkeypatch):
+    right = CapturedExchange.receive
+
+    def broken(self, block):
+        right(self, block)
+        block.placed.arrived.counts.add_(1)
+
+    monkeypatch.setattr(CapturedExchange, "receive", broken)
+    hit = {kernel for kernel, _, count in check_captured.check(context_of("checks")) if count}
+    assert hit == {"captured dispatch"}
+
+
 def test_a_broken_product_is_counted(monkeypatch):
     right = check_experts.grouped_gemm
 
@@ -201,7 +226,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("part", "num_records"),
-    [(rows, 8), (low_latency, 3), (gemm, 10), (layer, 2)],
+    [(rows, 8), (low_latency, 4), (gemm, 10), (layer, 2)],
     ids=lambda p: getattr(p, "__name__", ""),
 )
 def test_parts_are_rehearsed(part, num_records):
