@@ -226,7 +226,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("part", "num_records"),
-    [(rows, 8), (low_latency, 4), (gemm, 10), (layer, 2)],
+    [(rows, 8), (low_latency, 4), (gemm, 14), (layer, 2)],
     ids=lambda p: getattr(p, "__name__", ""),
 )
 def test_parts_are_rehearsed(part, num_records):
