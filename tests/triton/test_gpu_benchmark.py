@@ -220,8 +220,6 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run.main([]) == 2
     assert "there is no CUDA GPU here" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        run.main(["--interpret", "--only", "gemm"])
 
 
 @pytest.mark.parametrize(

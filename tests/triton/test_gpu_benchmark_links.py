@@ -1,5 +1,7 @@
 """The GPU benchmark's links without a GPU: real processes on the stand-in device, gloo in the place of NCCL."""
 
+import json
+import subprocess
 import sys
 import time
 from functools import partial
@@ -44,6 +46,22 @@ def test_processes_with_cpu_tensors():
         for what in ("dispatch", "combine")
     ]
     assert all(record.fraction > 0 and record.repetitions >= 5 for record in context.records)
+
+
+def test_the_command_rehearses_a_part():
+    command = [
+        sys.executable,
+        str(Path(links.__file__).with_name("run.py")),
+        "--interpret",
+        "--only",
+        "links",
+        "--json",
+        "-",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    records = json.loads(ended.stdout)["records"]
+    assert [record["wrong"] for record in records] == [0] * 4
 
 
 def test_processes_on_the_stand_in_device(monkeypatch):
