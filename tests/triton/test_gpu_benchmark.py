@@ -32,7 +32,7 @@ from moecomm.kernels import kernels_for
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.registry import eager_kernels_for
-from moecomm.kernels.triton import runtime, tile_shapes
+from moecomm.kernels.triton import descriptors, grouped_gemm, runtime, tile_shapes
 from moecomm.kernels.triton.captured import CapturedExchange
 from moecomm.kernels.triton.rows import TritonRowKernels
 
@@ -56,6 +56,18 @@ def test_interpreted_checks_cover_every_kernel_and_find_all_right(tmp_path, caps
 
     for module in CAPTURED:
         monkeypatch.setattr(module, "launch", launch)
+    described = set()
+
+    def note(x, weight, shape):
+        described.add(descriptors.describable(x, weight))
+        return descriptors.descriptors_of(x, weight, shape)
+
+    def note_rows(left, right, shape):
+        described.add("rows")
+        return descriptors.descriptors_of_rows(left, right, shape)
+
+    monkeypatch.setattr(grouped_gemm, "descriptors_of", note)
+    monkeypatch.setattr(grouped_gemm, "descriptors_of_rows", note_rows)
     path = tmp_path / "figures.json"
     assert run.main(["--interpret", "--json", str(path)]) == 0
     assert "answers checked, none wrong" in capsys.readouterr().out
@@ -66,6 +78,7 @@ def test_interpreted_checks_cover_every_kernel_and_find_all_right(tmp_path, caps
     assert set(wrong.values()) == {0}
     kernels = methods(RowKernels) | methods(EagerKernels) | {"signal", "wait", "grouped_gemm", "grouped_swiglu"}
     assert kernels | {"captured dispatch", "captured combine", "static dispatch"} <= set(wrong)
+    assert described == {"inner", "columns", "rows"}
     known = [module for module in CAPTURED if module.__name__.split(".")[-1].startswith("captured_")]
     assert {case.kernel.fn.__name__ for module in known for case in module.compile_cases()} <= launched
     # What there was no time for is not right.
@@ -195,6 +208,23 @@ def test_checks_take_the_default_tiles_unmeasured(monkeypatch):
             launch=launched.append,
         )
     assert shape == tile_shapes.default_shape("plain", 2, 128, 90)
+    assert not shape.uses_descriptors
+    with tile_shapes.default_shapes(with_descriptors=True):
+        described, plain = (
+            tile_shapes.choose_shape(
+                "plain",
+                compute=torch.bfloat16,
+                dtypes=(torch.bfloat16,) * 3,
+                rows_per_expert=128,
+                sizes=(4, 264, 272),
+                device=CPU,
+                allows_descriptors=allows,
+                launch=launched.append,
+            )
+            for allows in (True, False)
+        )
+    assert described.uses_descriptors
+    assert plain == shape
     assert not launched
 
 
