@@ -234,6 +234,10 @@ class DeviceQueue(OrderedQueue):
         if n <= 0 or self._is_closed:
             return
         self._sent[lane] += n
+        self._send(lane, n)
+
+    def _send(self, lane: int, n: int) -> None:
+        """Adds n to this rank's lane of all boards, behind the work given so far."""
         send = functools.partial(self._kernels.signal_all, n=n, status=self._status)
         self.run(send, self._boards, self._rank, lane)
 

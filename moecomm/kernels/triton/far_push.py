@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moecomm.kernels.far_runs import Memory, Runs
 from moecomm.kernels.triton.compile_case import CompileCase
-from moecomm.kernels.triton.far_runs import Memory, Runs
 from moecomm.kernels.triton.lanes import FAILED, SEEN, release_lane
 from moecomm.kernels.triton.nvshmem_device import (
     fence,
