@@ -52,7 +52,7 @@ def _details(session: Session, mode: str, algorithm: Algorithm) -> list[str]:
     if mode != "throughput" or session.hops is None or session.topology.num_domains == 1:
         return []
     if not session.device.is_host:
-        return [f"tensors on {session.device.kind} cross between domains from rank to rank, a row per route"]
+        return [f"tensors on {session.device.kind} cross between domains from rank to rank"]
     return _choices(session.hops)
 
 

@@ -32,12 +32,14 @@ class Double:
 
     log, fault, failing = [], "", set()
     per_domain, make_network, network = 2, None, None
+    _unfinished = []
     _parent, _folder, _pe, _heaps, _end, _live, _late, _meetings = None, None, 0, [], 0, set(), [], 0
 
     @classmethod
     def reset(cls, parent):
         """As in a new process. Files lie below the folder `parent`, which is there for as long as anything runs."""
         cls._parent = parent
+        cls._unfinished.append(cls._heaps)  # streams that were left to themselves may still look there
         cls.log, cls.fault, cls.failing = [], "", set()
         cls.per_domain, cls.make_network, cls.network = 2, None, None
         cls._folder, cls._heaps, cls._end, cls._live, cls._late, cls._meetings = None, [], 0, set(), [], 0

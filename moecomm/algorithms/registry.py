@@ -122,6 +122,7 @@ def make_session(
         _log.warning("falling back to the slow `collective` exchange: %s", error)
         return collective()
     carrier = choice.transport(group, peers, NUM_LANES)
+    exchange: Exchange | None = None
     try:
         exchange = Exchange(
             carrier,
@@ -150,7 +151,7 @@ def make_session(
             low_latency = Refused(_far_low_latency(exchange))
         exchange.algorithms = {"throughput": throughput, "low_latency": low_latency}
     except BaseException:
-        carrier.close()
+        (exchange or carrier).close()
         raise
     return exchange, carrier.name
 

@@ -11,6 +11,9 @@ What `device_queue.py` says of the order holds unchanged, also between ranks tha
 - The kernel ends when all that it has put has arrived (quiet). So what lies at the source may change from there on, in
   the order of the stream, and a signal of later work says the same of earlier puts.
 - A wait acquires the lanes, whoever has added to them, and then makes visible what the network has written.
+
+A wait ends by itself, a put to a rank whose process has ended need not. So the host does not wait for its device for
+ever when it knows that a rank has gone; closing then leaves the device, and all symmetric memory, to the process's end.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from moecomm.kernels.wire import Wire
 
 __all__ = ["WireQueue"]
 
-# One program puts a few runs with the least latency; many keep the network busy only if several programs put them.
-_RUNS_OF_A_PART = 4
-_MOST_PARTS = 8
+# One program puts a few runs with the least latency; many keep the network busy only if several programs put them. No
+# more than two numbers of programs, for each is a kernel to compile.
+_FEW_RUNS = 4
+_PARTS = 4
 _NOTHING = Memory(0, 0)
 
 
@@ -41,6 +45,8 @@ class WireQueue(DeviceQueue):
         device, boards, rank, timeout, gone: as there; the board of a far rank is 0.
         wire: how kernels reach everybody.
     """
+
+    patience_with_lost = 5.0  # a put to a rank that has gone may never end
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class WireQueue(DeviceQueue):
 
     def _push(self, memory: Memory, runs: Sequence[FarRun], lane: int, n: int) -> None:
         table = make_runs(runs, self._num_ranks, self._device.torch_device)
-        parts = min(_MOST_PARTS, max(1, table.most // _RUNS_OF_A_PART))
+        parts = 1 if table.most <= _FEW_RUNS else _PARTS
         self._wire_kernels.push(
             *(self._wire, table, memory, lane),
             n=n,
