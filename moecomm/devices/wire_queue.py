@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moecomm.devices.base import AsynchronousDevice
 from moecomm.devices.device_queue import DeviceQueue
-from moecomm.kernels.far_runs import FarRun, Memory, make_runs
+from moecomm.kernels.far_runs import FarRun, Memory, Runs, make_runs
 from moecomm.kernels.wire import Wire
 
 __all__ = ["WireQueue"]
@@ -63,11 +63,14 @@ class WireQueue(DeviceQueue):
         self._memory = _NOTHING
         self._runs: list[FarRun] = []
         self._arrivals: Tensor
-        self._stream.submit(self._make_arrivals)
+        self._no_runs: Runs
+        self._stream.submit(self._make_tables)
         self._stream.synchronize()
 
-    def _make_arrivals(self) -> None:
-        self._arrivals = torch.zeros(self._num_ranks, dtype=torch.int32, device=self._device.torch_device)
+    def _make_tables(self) -> None:
+        where = self._device.torch_device
+        self._arrivals = torch.zeros(self._num_ranks, dtype=torch.int32, device=where)
+        self._no_runs = make_runs([], self._num_ranks, where)
 
     def put(self, memory: Memory, runs: Sequence[FarRun]) -> None:
         assert not self._runs or memory == self._memory, "runs of one signal lie in one region"
@@ -79,7 +82,7 @@ class WireQueue(DeviceQueue):
         self.run(self._push, self._memory if runs else _NOTHING, runs, lane, n)
 
     def _push(self, memory: Memory, runs: Sequence[FarRun], lane: int, n: int) -> None:
-        table = make_runs(runs, self._num_ranks, self._device.torch_device)
+        table = make_runs(runs, self._num_ranks, self._device.torch_device) if runs else self._no_runs
         parts = 1 if table.most <= _FEW_RUNS else _PARTS
         self._wire_kernels.push(
             *(self._wire, table, memory, lane),

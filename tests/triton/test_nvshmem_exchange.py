@@ -17,11 +17,19 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("domains", DOMAINS)
-def test_ranks_of_several_domains_give_the_native_bits(domains):
+@pytest.mark.parametrize(
+    ("domains", "kind"),
+    [
+        *(("2x1", kind) for kind in ("plain", "flat")),
+        *(("2+1", kind) for kind in ("expert_major", "flat")),
+        *(("2x2", kind) for kind in ("expert_major", "plain")),
+    ],
+)
+def test_ranks_of_several_domains_give_the_native_bits(domains, kind):
     num_ranks, per_domain, domain_of = DOMAINS[domains]
     dtype = (torch.bfloat16, torch.float32)[num_ranks % 2]
-    for found, explained, between, log in run(compare, num_ranks, per_domain, dtype, THROUGHPUT, "auto"):
+    kinds = {kind: THROUGHPUT[kind]}
+    for found, explained, between, log in run(compare, num_ranks, per_domain, dtype, kinds, "auto", timeout=200):
         assert found == domain_of
         assert between > 0
         assert "cuda cross between domains from rank to rank" in explained
