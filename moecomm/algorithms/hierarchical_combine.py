@@ -150,7 +150,7 @@ class HierarchicalCombine(Combine):
             if not self.is_hierarchical:
                 if self.far is not None:
                     landings = [card.offsets[-1] for card in self.cards]
-                    self.far.send(self.planes, exchange.memory.region, landings)
+                    self.far.send(self.sources, exchange.memory.region, landings)
                 exchange.sequencer.signal_all(LANE_GRANTED, self.call)
                 return True
             self.addresses = self._own_addresses()

@@ -15,11 +15,13 @@ from moecomm.devices.base import AsynchronousDevice, DeviceIdentity, DeviceMemor
 from moecomm.devices.device_queue import NUM_SLOTS, DeviceQueue
 from moecomm.devices.peer_access import reaches
 from moecomm.devices.queue import Queue
+from moecomm.devices.wire_queue import WireQueue
 from moecomm.errors import TransportUnavailable
 from moecomm.kernels.eager import EagerKernels
-from moecomm.kernels.registry import chosen_eager_kernels, chosen_kernels, signal_kernels_for
-from moecomm.kernels.signals import SignalKernels
+from moecomm.kernels.registry import chosen_eager_kernels, chosen_kernels, signal_kernels_for, wire_kernels_for
+from moecomm.kernels.signals import SignalKernels, WireKernels
 from moecomm.kernels.summary import SummarizingKernels
+from moecomm.kernels.wire import Wire
 
 __all__ = ["CudaDevice", "CudaStream"]
 
@@ -156,6 +158,9 @@ class CudaDevice(AsynchronousDevice):
     def signal_kernels(self) -> SignalKernels:
         return signal_kernels_for("triton")
 
+    def wire_kernels(self) -> WireKernels:
+        return wire_kernels_for("triton")
+
     def identity(self) -> DeviceIdentity:
         return _identity(self._index)
 
@@ -166,7 +171,16 @@ class CudaDevice(AsynchronousDevice):
     def board_bytes(self, num_ranks: int) -> int:
         return self.signal_kernels().board_bytes(num_ranks, NUM_SLOTS)
 
-    def make_queue(self, boards: Sequence[int], rank: int, timeout: float, gone: Callable[[], list[int]]) -> Queue:
+    def make_queue(
+        self,
+        boards: Sequence[int],
+        rank: int,
+        timeout: float,
+        gone: Callable[[], list[int]],
+        wire: Wire | None = None,
+    ) -> Queue:
+        if wire is not None:
+            return WireQueue(self, boards, rank, timeout, gone, wire)
         return DeviceQueue(self, boards, rank, timeout, gone)
 
     # -- memory ------------------------------------------------------------------------------------------------------
