@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moecomm import _C
@@ -117,17 +119,20 @@ class HierarchicalCombine(Combine):
     def _announcement(self) -> int:
         return self.requests.num_rows
 
+    def _costs(self, counts: npt.NDArray[np.int32], num_rows: int) -> tuple[int, int]:
+        """Bytes between domains of either way, from all ranks' counts and answers or from one's own."""
+        width = sum(self.row_format.plane_bytes) + self.answer_bytes[1] // (1 if self._is_flat else self.num_topk)
+        direct = self.rails.direct_rows(counts, self.routing.layout) * width
+        return direct, num_rows * (sum(self.answer_bytes) + sum(self.arrays))
+
     def _is_worth_it(self) -> bool:
         """Whether fewer bytes cross between domains this way; the same on all ranks, who know all counts."""
-        routing = self.routing
-        assert routing.counts is not None
-        width = sum(self.row_format.plane_bytes) + self.answer_bytes[1] // (1 if self._is_flat else self.num_topk)
-        direct = self.rails.direct_rows(routing.counts.numpy(), routing.layout) * width
-        asked = sum(card.offsets[-2] for card in self.cards) * (sum(self.answer_bytes) + sum(self.arrays))
+        assert self.routing.counts is not None
+        costs = self._costs(self.routing.counts.numpy(), sum(card.offsets[-2] for card in self.cards))
         if self.per_host:
-            self.exchange.hops.note("combine", Choice(self.call.title, True, direct, asked))
+            self.exchange.hops.note("combine", Choice(self.call.title, True, *costs))
             return True
-        return self.exchange.hops.choose("combine", self.call.title, direct, asked)
+        return self.exchange.hops.choose("combine", self.call.title, *costs)
 
     @property
     def _is_flat(self) -> bool:
@@ -136,8 +141,10 @@ class HierarchicalCombine(Combine):
     def _ready(self) -> None:
         super()._ready_far()
         if self.landing is None or not self.exchange.sequencer.is_oldest(self.call):
-            return  # see HierarchicalDispatch._announce
-        if self.per_host or self.exchange.hops.expects_rails("combine"):
+            return  # see HierarchicalDispatch._send_early
+        assert self.routing.counts is not None
+        costs = self._costs(self.routing.counts[self.exchange.rank].numpy(), self.requests.num_rows)
+        if self.per_host or self.exchange.hops.prefers_rails(*costs):
             # Before the peers are ready. If the call goes another way after all, nobody takes these chunks.
             self._traffic_out().send(_EARLY_CHUNKS)
 
@@ -152,14 +159,17 @@ class HierarchicalCombine(Combine):
                     landings = [card.offsets[-1] for card in self.cards]
                     self.far.send(self.planes, exchange.memory.region, landings)
                 exchange.sequencer.signal_all(LANE_GRANTED, self.call)
-                return True
-            self.addresses = self._own_addresses()
-            self._traffic_out().expect(self._incoming())
+            else:
+                self.addresses = self._own_addresses()
+                self._traffic_out().expect(self._incoming())
+        if not self.is_hierarchical:
+            ranks = range(exchange.placement.num_ranks)
+            self.call.awaiting = exchange.sequencer.behind(LANE_GRANTED, self.call, ranks)
+            return not self.call.awaiting
+        # Once my rails have handled what I asked, all answers are here, however far others are.
         assert self.traffic is not None
         is_finished = self.traffic.advance()
         self.call.awaiting = self.traffic.awaited()
-        if is_finished:
-            exchange.sequencer.signal_all(LANE_GRANTED, self.call)
         return is_finished
 
     def _traffic_out(self) -> Traffic:
@@ -268,7 +278,7 @@ class HierarchicalCombine(Combine):
     _phases = _far_phases = (
         Phase("ready", None, _ready),
         Phase("send home", LANE_BEGUN, _stream, is_stream=True),
-        Phase("pull", LANE_GRANTED, _pull_any),
+        Phase("pull", None, _pull_any),
         Phase("release", LANE_DONE, Combine._release),
     )
 
