@@ -120,6 +120,7 @@ def make_session(
         _log.warning("falling back to the slow `collective` exchange: %s", error)
         return collective()
     carrier = choice.transport(group, peers, NUM_LANES)
+    carrier.stall_timeout = timeout
     try:
         exchange = Exchange(
             carrier,
