@@ -63,6 +63,24 @@ def test_calls_in_flight_share_a_channel_in_the_order_of_their_numbers():
                 batch.check_received(work.wait(), rank)
 
 
+@pytest.mark.parametrize("num_experts", [1 << 15, (1 << 15) + 2])
+def test_ids_of_so_many_experts(num_experts):
+    """The most that travel as two bytes each, and more."""
+    options = {"topology": Topology.grid(1, 1), "algorithm": "hierarchical", "num_experts": num_experts}
+    half = num_experts // 2
+    idx = torch.tensor([[0, num_experts - 1], [half - 1, half], [num_experts - 1, -1]])
+    with in_one_thread(2, **options) as comms:
+        works = [comm.dispatch_async(torch.arange(3.0)[:, None] + torch.zeros(HIDDEN), idx) for comm in comms]
+        run_in_turns(works)
+        received = [work.wait() for work in works]
+        for one, wanted in zip(received, ([0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 2.0, 0.0, 2.0]), strict=True):
+            assert one.x[:, 0].tolist() == wanted
+        works = [comm.combine_async(one.x, one.handle) for comm, one in zip(comms, received, strict=True)]
+        run_in_turns(works)
+        for work in works:
+            assert work.wait()[:, 0].tolist() == [0.0, 2.0, 2.0]
+
+
 def test_a_dispatch_ends_when_all_that_can_write_here_have():
     """Rank 3 never gets to what its neighbour waits for; ranks 0 and 1 have their rows, and go on."""
     with in_one_thread(4, topology=Topology.grid(2, 2), algorithm="hierarchical") as comms:

@@ -29,7 +29,6 @@ from moecomm.kernels.registry import chosen_eager_kernels
 
 __all__ = ["HierarchicalCombine"]
 
-_ID_BYTES = 4
 # Sent to each rail before it is known whether the call goes over rails; a call that begins never waits.
 _EARLY_CHUNKS = 4
 # In place of the first offset on a card: what is missing is memory for blocks of fixed shape.
@@ -76,7 +75,7 @@ class HierarchicalCombine(Combine):
         value_bytes = 0 if values is None else values.element_size()
         self.answer_bytes = (self.row_bytes, value_bytes * self.num_topk)
         weight_bytes = 0 if topk_weights is None else topk_weights.element_size()
-        self.arrays = (_ID_BYTES * self.num_topk, weight_bytes * self.num_topk)
+        self.arrays = (rails.id_dtype.itemsize * self.num_topk, weight_bytes * self.num_topk)
         most_rows = max(1, channels.chunk_bytes // max(1, sum(self.answer_bytes)))
         self.form = ChunkForm(channels.chunk_bytes, self.arrays, most_rows)
         self.answers = block_layout(self.requests.num_rows, self.answer_bytes)
@@ -201,7 +200,7 @@ class HierarchicalCombine(Combine):
         exchange, num_planes = self.exchange, len(self.row_format.plane_bytes)
         at_ids, at_weights = self.form.addresses(chunk.address, chunk.num_rows)
         shape = (chunk.num_rows, self.num_topk)
-        ids = tensor_at(at_ids, torch.int32, shape)
+        ids = tensor_at(at_ids, self.rails.id_dtype, shape).to(torch.int32)
         weights = None if self.topk_weights is None else tensor_at(at_weights, self.topk_weights.dtype, shape)
         routes = there.next_routes(ids)
         answers: list[torch.Tensor] = []
@@ -311,7 +310,7 @@ class _RequestsOut:
         num_rows = end - begin
         at_ids, at_weights = form.addresses(outbox, num_rows)
         ids = entries.ids[begin:end]
-        tensor_at(at_ids, torch.int32, ids.shape).copy_(ids)
+        tensor_at(at_ids, combine.rails.id_dtype, ids.shape).copy_(ids)
         if self._weights is not None:
             weights = self._weights[begin:end]
             tensor_at(at_weights, weights.dtype, weights.shape).copy_(weights)

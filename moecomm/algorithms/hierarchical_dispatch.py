@@ -22,7 +22,6 @@ from moecomm.codecs.base import RowFormat
 
 __all__ = ["HierarchicalDispatch"]
 
-_ID_BYTES = 4
 _NOWHERE = (0, 0)
 # Sent to each rail before it is known whether the call goes over rails; a call that begins never waits.
 _EARLY_CHUNKS = 4
@@ -56,7 +55,7 @@ class HierarchicalDispatch(Dispatch):
         # Arrays of a chunk: ids, weights, planes of the rows.
         num_topk = routing.topk_idx.shape[1]
         value_bytes = 0 if topk_weights is None else topk_weights.element_size()
-        self.arrays = (_ID_BYTES * num_topk, value_bytes * num_topk, *row_format.plane_bytes)
+        self.arrays = (rails.id_dtype.itemsize * num_topk, value_bytes * num_topk, *row_format.plane_bytes)
         self.form = ChunkForm(channels.chunk_bytes, self.arrays)
         # Rows for each other domain, by domain: their tokens.
         self.tokens: dict[int, torch.Tensor] = {}
@@ -164,7 +163,7 @@ class HierarchicalDispatch(Dispatch):
         exchange, num_topk = self.exchange, self.routing.topk_idx.shape[1]
         kernels, placement = exchange.kernels, exchange.placement
         at_ids, at_weights, *at_planes = self.form.addresses(chunk.address, chunk.num_rows)
-        ids = tensor_at(at_ids, torch.int32, (chunk.num_rows, num_topk))
+        ids = tensor_at(at_ids, self.rails.id_dtype, (chunk.num_rows, num_topk)).to(torch.int32)
         weights = None
         if self.topk_weights is not None:
             weights = tensor_at(at_weights, self.topk_weights.dtype, (chunk.num_rows, num_topk))
@@ -230,7 +229,7 @@ class _RowsOut:
         tokens = self._tokens[begin:end]
         at_ids, at_weights, *at_planes = form.addresses(outbox, num_rows)
         ids = dispatch.rails.ids_in(self._domain, dispatch.routing.topk_idx[tokens])
-        tensor_at(at_ids, torch.int32, ids.shape).copy_(ids)
+        tensor_at(at_ids, dispatch.rails.id_dtype, ids.shape).copy_(ids)
         if dispatch.topk_weights is not None:
             weights = dispatch.topk_weights[tokens]
             tensor_at(at_weights, weights.dtype, weights.shape).copy_(weights)

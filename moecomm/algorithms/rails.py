@@ -49,6 +49,7 @@ class Rails:
         topology, placement, rank: as given.
         domain: mine.
         near_ranks: of my domain, ascending.
+        id_dtype: in which ids of experts, and -1, travel.
         domain_of_rank: `[R]` int64.
         domain_of_expert: `[E]` int64.
     """
@@ -59,6 +60,7 @@ class Rails:
         self.rank = rank
         self.domain = topology.domain_of[rank]
         self.near_ranks = topology.ranks_in(self.domain)
+        self.id_dtype = torch.int16 if placement.num_experts <= 1 << 15 else torch.int32
         self.domain_of_rank = torch.tensor(topology.domain_of, dtype=torch.int64)
         self.domain_of_expert = self.domain_of_rank[placement.expert_rank.long()]
         crosses = self.domain_of_rank.numpy()[:, None]
