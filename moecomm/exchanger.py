@@ -133,6 +133,7 @@ class Exchanger:
             is_remembered: calls from here are remembered, so that a recompute of one must find its routing.
         """
         self._admit(Operation.DISPATCH, make_room)
+        is_hosted = recording or is_remembered
         try:
             if handle is None:
                 options = (mode, layout, expert_alignment, type(expert_alignment))
@@ -145,19 +146,19 @@ class Exchanger:
                 algorithm, capacity, row_format = found
                 assert topk_idx is not None
                 topk_idx = topk_idx if topk_idx.is_contiguous() else topk_idx.contiguous()
-                routing = Routing(topk_idx, layout, expert_alignment, capacity=capacity, recording=recording)
+                routing = Routing(
+                    topk_idx, layout, expert_alignment, capacity=capacity, recording=recording, is_hosted=is_hosted
+                )
                 if is_remembered and is_recomputing():
                     self._check_recompute(topk_idx)
             else:
                 if topk_idx is not None:
                     raise ValueError("topk_idx must be None when a handle is given: the handle holds the routing")
-                routing = self._known(handle, x, topk_weights, self._hidden, recording)
-                algorithm = self.session.algorithms[handle.mode]
-                row_format = self._codec.row_format(self._hidden, x.dtype)
+                algorithm, routing, row_format = self._known(handle, x, topk_weights, self._hidden, recording)
             x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
-            self.session.refuse(Operation.DISPATCH, error)
+            self._refuse(Operation.DISPATCH, error, mode, handle, is_hosted)
             raise
         return algorithm.begin_dispatch(x, routing, row_format, weights)
 
@@ -167,7 +168,17 @@ class Exchanger:
         """Who carries a dispatch, its capacity, and how its rows are written."""
         algorithm = self.session.algorithms[mode]
         algorithm.check_size(x.shape[0])
-        return algorithm, algorithm.capacity(layout, expert_alignment), self._codec.row_format(self._hidden, x.dtype)
+        capacity = algorithm.capacity(layout, expert_alignment)
+        row_format = self._codec.row_format(self._hidden, x.dtype)
+        algorithm.check_rows(layout, capacity, row_format)
+        return algorithm, capacity, row_format
+
+    def _refuse(self, operation: Operation, error: Exception, mode: str, handle: Any, is_hosted: bool) -> None:
+        """Lets the peers know that this rank does not make a call."""
+        routing = handle.routing if isinstance(handle, Handle) else None
+        algorithm = self.session.algorithms.get(mode if routing is None else handle.mode)
+        by_device = algorithm is not None and algorithm.is_by_device(routing, is_hosted=is_hosted)
+        (self.session.refuse_by_device if by_device else self.session.refuse)(operation, error)
 
     def _admit(self, operation: Operation, make_room: bool) -> None:
         """Before the arguments are looked at, which may be wrong on one rank only: is there room for a call?"""
@@ -180,17 +191,14 @@ class Exchanger:
 
     def _known(
         self, handle: Handle, x: torch.Tensor, topk_weights: torch.Tensor | None, hidden: int, recording: bool
-    ) -> Routing:
-        """The routing of a handle, checked against what is to go that way."""
+    ) -> tuple[Algorithm, Routing, RowFormat]:
+        """Who carries what goes the way of a handle, the way, and how rows are written; all checked."""
         check_handle(handle, self.id)
-        check_dispatch(
-            x,
-            handle.topk_idx,
-            topk_weights,
-            **(self._limits | {"hidden": hidden}),
-            num_tokens=handle.num_tokens,
-        )
-        return _routing(handle, recording)
+        limits = self._limits | {"hidden": hidden}
+        check_dispatch(x, handle.topk_idx, topk_weights, **limits, num_tokens=handle.num_tokens)
+        algorithm, row_format = self.session.algorithms[handle.mode], self._codec.row_format(hidden, x.dtype)
+        algorithm.check_rows(handle.layout, handle.capacity, row_format)
+        return algorithm, _routing(handle, recording), row_format
 
     def begin_combine(
         self,
@@ -230,13 +238,14 @@ class Exchanger:
                 hidden = self._width(y, values)
                 check_combine(y, topk_weights, handle=handle, hidden=hidden, device=self._device)
                 terms = (self.session.algorithms[handle.mode], self._codec.row_format(hidden, y.dtype))
+                terms[0].check_rows(handle.layout, handle.capacity, terms[1])
                 found = self._combines.keep(looks, terms)
             algorithm, row_format = found
             y = y if y.is_contiguous() else y.contiguous()
             topk_weights = None if topk_weights is None else _kept(topk_weights, y.dtype)
             values = None if values is None else _kept(values, y.dtype)
         except Exception as error:
-            self.session.refuse(Operation.COMBINE, error)
+            self._refuse(Operation.COMBINE, error, "throughput", handle, recording or values is not None)
             raise
         return algorithm.begin_combine(
             y,
@@ -278,14 +287,13 @@ class Exchanger:
         self._admit(Operation.CACHED_DISPATCH, make_room=True)
         try:
             hidden = self._width(x, topk_weights)
-            routing = self._known(handle, x, topk_weights, hidden, recording=False)
-            row_format = self._codec.row_format(hidden, x.dtype)
+            algorithm, routing, row_format = self._known(handle, x, topk_weights, hidden, recording=False)
             x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
-            self.session.refuse(Operation.CACHED_DISPATCH, error)
+            self._refuse(Operation.CACHED_DISPATCH, error, "throughput", handle, is_hosted=False)
             raise
-        call = self.session.algorithms[handle.mode].begin_dispatch(x, routing, row_format, weights)
+        call = algorithm.begin_dispatch(x, routing, row_format, weights)
         arrival: Arrival = self.finish(call)
         return arrival
 
@@ -345,6 +353,11 @@ class Exchanger:
             handle.num_rows, self._codec.row_format(self._hidden, dtype), is_fixed=handle.capacity > 0
         )
 
+    def check(self) -> None:
+        """See `Communicator.check`."""
+        self._check_open()
+        self.session.check()
+
     def trim(self) -> int:
         """See `Communicator.trim`."""
         self._check_open()
@@ -374,7 +387,7 @@ class Exchanger:
 
 
 def _routing(handle: Handle, recording: bool) -> Routing:
-    return handle.routing._replace(recording=True) if recording else handle.routing
+    return handle.routing._replace(recording=True, is_hosted=True) if recording else handle.routing
 
 
 def _kept(topk_weights: torch.Tensor, rows: torch.dtype) -> torch.Tensor:

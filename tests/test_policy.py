@@ -33,6 +33,7 @@ CONCRETE = {
     "transports": {"base", "domains", "peers", "registry"},
     "kernels": {
         "base",
+        "captured",
         "choices",
         "eager",
         "experts",

@@ -6,6 +6,7 @@ import logging
 
 from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import NUM_LANES
+from moecomm.algorithms.captured import Captured
 from moecomm.algorithms.collective import Collective
 from moecomm.algorithms.eager import Eager
 from moecomm.algorithms.eager_sizes import EagerSizes
@@ -146,8 +147,10 @@ def make_session(
                 f"algorithm: 'hierarchical' carries tensors on cpu, those on {device.kind} cross between domains "
                 f"straight from rank to rank; say 'auto' or 'direct'"
             )
-        if device.is_host or exchange.reach.is_complete:
+        if device.is_host:
             low_latency = Eager(exchange, sizes, max_in_flight)
+        elif exchange.reach.is_complete:
+            low_latency = Captured(exchange, sizes, max_in_flight, timeout)
         else:
             low_latency = Refused(_far_low_latency(exchange))
         exchange.algorithms = {"throughput": throughput, "low_latency": low_latency}

@@ -17,8 +17,15 @@ from moecomm.devices.peer_access import reaches
 from moecomm.devices.queue import Queue
 from moecomm.devices.wire_queue import WireQueue
 from moecomm.errors import TransportUnavailable
+from moecomm.kernels.captured import CapturedKernels
 from moecomm.kernels.eager import EagerKernels
-from moecomm.kernels.registry import chosen_eager_kernels, chosen_kernels, signal_kernels_for, wire_kernels_for
+from moecomm.kernels.registry import (
+    captured_kernels_for,
+    chosen_eager_kernels,
+    chosen_kernels,
+    signal_kernels_for,
+    wire_kernels_for,
+)
 from moecomm.kernels.signals import SignalKernels, WireKernels
 from moecomm.kernels.summary import SummarizingKernels
 from moecomm.kernels.wire import Wire
@@ -157,6 +164,13 @@ class CudaDevice(AsynchronousDevice):
 
     def signal_kernels(self) -> SignalKernels:
         return signal_kernels_for("triton")
+
+    def captured_kernels(self) -> CapturedKernels:
+        return captured_kernels_for("triton")
+
+    def is_capturing(self) -> bool:
+        with torch.cuda.device(self._index):
+            return bool(torch.cuda.is_current_stream_capturing())
 
     def wire_kernels(self) -> WireKernels:
         return wire_kernels_for("triton")
