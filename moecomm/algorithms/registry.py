@@ -123,6 +123,7 @@ def make_session(
         return collective()
     carrier = choice.transport(group, peers, NUM_LANES)
     exchange: Exchange | None = None
+    carrier.stall_timeout = timeout
     try:
         exchange = Exchange(
             carrier,

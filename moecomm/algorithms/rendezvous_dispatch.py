@@ -231,10 +231,9 @@ class Dispatch:
             return
         ends = self.plan.offsets
         starts = np.concatenate((ends[:1] * 0, ends[:-1])) + self.plan.num_tokens_per_expert
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            for offset, row_bytes in zip(offsets, self.planes, strict=True):
-                if end > start:
-                    self.exchange.queue.zero(base + offset + start * row_bytes, (end - start) * row_bytes)
+        spans = [(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True) if end > start]
+        for offset, row_bytes in zip(offsets, self.planes, strict=True):
+            self.exchange.queue.zero_rows(base + offset, row_bytes, spans)
 
     def _arrive(self) -> None:
         queue = self.exchange.queue

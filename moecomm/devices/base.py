@@ -30,7 +30,7 @@ class DeviceIdentity:
 
     Attributes:
         name: of the device, the same in all processes of a host; empty for the CPU.
-        reachable: names of the devices whose memory this one can address, its own included.
+        reachable: names of the devices in whose memory this one can store, load and signal, its own included.
         ipc_problem: the sentence why this process cannot share the device's memory with others; empty if it can.
         remedy: the sentence that says what would help against that.
     """

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moecomm.devices.base import AsynchronousDevice, DeviceIdentity, DeviceMemory, Event, Stream
 from moecomm.devices.device_queue import NUM_SLOTS, DeviceQueue
+from moecomm.devices.peer_access import reaches
 from moecomm.devices.queue import Queue
 from moecomm.devices.wire_queue import WireQueue
 from moecomm.errors import TransportUnavailable
@@ -29,6 +30,7 @@ __all__ = ["CudaDevice", "CudaStream"]
 _DEFAULT_SHARE = 3
 
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_EXPORTED_BLOCK = 2 << 20
 
 
 class CudaEvent(Event):
@@ -190,10 +192,12 @@ class CudaDevice(AsynchronousDevice):
             return memory
         runtime = _runtime()
         with _on(self._index):
-            # Not from a pool: a handle names a whole allocation.
-            address = _called(runtime.malloc, max(1, nbytes))
+            # Not from a pool: a handle names a whole allocation. In whole blocks of the driver, which otherwise puts
+            # small allocations into one block, and then exports that with all that is in it.
+            room = -(-max(1, nbytes) // _EXPORTED_BLOCK) * _EXPORTED_BLOCK
+            address = _called(runtime.malloc, room)
             memory = _RuntimeMemory(address, nbytes, self._index, runtime.free)
-            _called(runtime.memset, address, 0, max(1, nbytes))
+            _called(runtime.memset, address, 0, room)
             _called(runtime.deviceSynchronize)
         return memory
 
@@ -250,9 +254,7 @@ def _runtime() -> Any:
 @functools.cache
 def _identity(index: int) -> DeviceIdentity:
     names = [str(torch.cuda.get_device_properties(other).uuid) for other in range(torch.cuda.device_count())]
-    reachable = tuple(
-        name for other, name in enumerate(names) if other == index or torch.cuda.can_device_access_peer(index, other)
-    )
+    reachable = tuple(name for other, name in enumerate(names) if reaches(index, other))
     problem, remedy = "", ""
     try:
         _runtime().getDeviceCount()

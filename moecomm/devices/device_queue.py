@@ -231,6 +231,17 @@ class DeviceQueue(OrderedQueue):
         if nbytes:
             self._stream.submit(lambda: self._bytes(address, nbytes).zero_())
 
+    def zero_rows(self, address: int, row_bytes: int, spans: Sequence[tuple[int, int]]) -> None:
+        if spans and row_bytes:
+            rows = torch.cat([torch.arange(start, end) for start, end in spans])
+            wide = torch.int64 if address % 8 == 0 and row_bytes % 8 == 0 else torch.uint8
+
+            def fill() -> None:
+                memory = self._bytes(address, spans[-1][1] * row_bytes).view(wide)
+                memory.view(-1, row_bytes // wide.itemsize).index_fill_(0, self.upload(rows), 0)
+
+            self._stream.submit(fill)
+
     def _bytes(self, address: int, nbytes: int) -> Tensor:
         return self._device.bytes_at(address, nbytes, None)
 

@@ -95,6 +95,10 @@ class HostQueue(Queue):
     def zero(self, address: int, nbytes: int) -> None:
         ctypes.memset(address, 0, nbytes)
 
+    def zero_rows(self, address: int, row_bytes: int, spans: Sequence[tuple[int, int]]) -> None:
+        for start, end in spans:
+            self.zero(address + start * row_bytes, (end - start) * row_bytes)
+
     def claim(self, block: _C.Block) -> None:
         """Nothing is late."""
 

@@ -78,6 +78,16 @@ class Queue(abc.ABC):
         """Zeroes memory."""
 
     @abc.abstractmethod
+    def zero_rows(self, address: int, row_bytes: int, spans: Sequence[tuple[int, int]]) -> None:
+        """Zeroes rows, by one piece of work however many there are.
+
+        Arguments:
+            address: of row 0.
+            row_bytes: of a row.
+            spans: the first row of each, and the one behind its last; ascending.
+        """
+
+    @abc.abstractmethod
     def claim(self, block: _C.Block) -> None:
         """What follows comes after whatever has been done with tensors that lay in this memory before."""
 

@@ -78,10 +78,15 @@ class Transport(abc.ABC):
         group: who takes part.
         peers: identities of all ranks, as `gather_peers` gives them.
         num_slots: number of counter slots.
+
+    Attributes:
+        stall_timeout: seconds that a put, a signal or a flush waits for a peer that takes nothing in; where peers'
+            memory is written to directly there is no such wait.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    stall_timeout = 100.0
 
     def __init__(self, group: Group, peers: Sequence[Peer], num_slots: int) -> None:
         self.group = group
