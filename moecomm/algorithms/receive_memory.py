@@ -174,10 +174,11 @@ class ReceiveMemory:
         return self._arena.trim() + self._arriving.trim() + self._leaving.trim()
 
     def close(self) -> None:
-        """Lets go of the region, which lives on for as long as tensors lie in it; nothing can be taken any more."""
-        if self._final is not None:
+        """Lets go of the region if nothing lies in it; else it lives on until all that does and this have died."""
+        usage = self._arena.usage()
+        if usage.live_blocks or self.fixed_blocks() or self._final is not None:
             return
-        self._final = self._arena.usage()
+        self._final = usage
         self._mapping = _C.Mapping.create_private(_PAGE)
         self._arena = self._arriving = self._leaving = _C.Arena(self._mapping, 0, 0, _PAGE)
         self.allocate = self.allocate_arriving = self.allocate_leaving = self._arena.allocate

@@ -22,7 +22,7 @@ from moecomm.transports import nvshmem_engine, registry
 MEMORY = 1 << 20
 
 
-def run(fn, num_ranks, per_domain, *args, seed=0, timeout=100, **options):
+def run(fn, num_ranks, per_domain, *args, seed=0, timeout=200, **options):
     """Calls fn(group, *args) on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         form = (folder, per_domain, seed)
