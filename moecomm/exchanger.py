@@ -16,7 +16,7 @@ from moecomm.algorithms.calls import Call
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
-from moecomm.checks import Found, check_combine, check_dispatch, check_handle, check_layout, look_of
+from moecomm.checks import Found, check_capacity, check_combine, check_dispatch, check_handle, check_layout, look_of
 from moecomm.codecs.base import Codec, RowFormat
 from moecomm.errors import CommunicatorClosed, RoutingChanged
 from moecomm.handle import Handle
@@ -106,7 +106,7 @@ class Exchanger:
         _live[self.id] = self
 
     def capacity(self, mode: str, layout: str, expert_alignment: int) -> int:
-        """Rows of a dispatch of fixed shape (slab: per expert); 0 = as many as arrive."""
+        """Rows of a dispatch whose shape is always fixed (slab: per expert); 0 = as many as arrive."""
         algorithm = self.session.algorithms.get(mode)
         return 0 if algorithm is None else algorithm.capacity(layout, expert_alignment)
 
@@ -118,6 +118,7 @@ class Exchanger:
         mode: str,
         layout: Layout,
         expert_alignment: int,
+        capacity: int | None,
         handle: Handle | None,
         *,
         make_room: bool = False,
@@ -134,23 +135,25 @@ class Exchanger:
         self._admit(Operation.DISPATCH, make_room)
         try:
             if handle is None:
-                options = (mode, layout, expert_alignment, type(expert_alignment))
+                options = (mode, layout, expert_alignment, type(expert_alignment), capacity, type(capacity))
                 looks = (options, look_of(x), look_of(topk_idx), look_of(topk_weights))
                 found = self._dispatches.get(looks)
                 if found is None:
-                    check_layout(layout, expert_alignment, mode)
+                    check_layout(layout, expert_alignment, mode, capacity)
                     check_dispatch(x, topk_idx, topk_weights, **self._limits)
-                    found = self._dispatches.keep(looks, self._terms(x, mode, layout, expert_alignment))
-                algorithm, capacity, row_format = found
+                    found = self._dispatches.keep(looks, self._terms(x, mode, layout, expert_alignment, capacity))
+                algorithm, num_rows, row_format = found
                 assert topk_idx is not None
                 topk_idx = topk_idx if topk_idx.is_contiguous() else topk_idx.contiguous()
-                routing = Routing(topk_idx, layout, expert_alignment, capacity=capacity, recording=recording)
+                routing = Routing(topk_idx, layout, expert_alignment, capacity=num_rows, recording=recording, mode=mode)
                 if is_remembered and is_recomputing():
                     self._check_recompute(topk_idx)
             else:
                 if topk_idx is not None:
                     raise ValueError("topk_idx must be None when a handle is given: the handle holds the routing")
                 routing = self._known(handle, x, topk_weights, self._hidden, recording)
+                if capacity is not None:
+                    check_capacity(capacity, handle)
                 algorithm = self.session.algorithms[handle.mode]
                 row_format = self._codec.row_format(self._hidden, x.dtype)
             x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
@@ -161,12 +164,18 @@ class Exchanger:
         return algorithm.begin_dispatch(x, routing, row_format, weights)
 
     def _terms(
-        self, x: torch.Tensor, mode: str, layout: Layout, expert_alignment: int
+        self, x: torch.Tensor, mode: str, layout: Layout, expert_alignment: int, capacity: int | None
     ) -> tuple[Algorithm, int, RowFormat]:
-        """Who carries a dispatch, its capacity, and how its rows are written."""
+        """Who carries a dispatch, how many rows its shape has (0 = as many as arrive), and how its rows are written."""
+        if capacity is not None and not self.session.device.is_host:
+            raise ValueError(
+                f"capacity is {capacity}, but tensors on {self._device} are received in the shape that arrives: the "
+                "kernels of a static receive (docs/gpu-low-latency.md) are not yet used by communicators; leave it out"
+            )
         algorithm = self.session.algorithms[mode]
         algorithm.check_size(x.shape[0])
-        return algorithm, algorithm.capacity(layout, expert_alignment), self._codec.row_format(self._hidden, x.dtype)
+        num_rows = algorithm.capacity(layout, expert_alignment) if capacity is None else capacity
+        return algorithm, num_rows, self._codec.row_format(self._hidden, x.dtype)
 
     def _admit(self, operation: Operation, make_room: bool) -> None:
         """Before the arguments are looked at, which may be wrong on one rank only: is there room for a call?"""
@@ -336,7 +345,7 @@ class Exchanger:
         self._check_open()
         check_handle(handle, self.id)
         return self.session.expose(
-            handle.num_rows, self._codec.row_format(self._hidden, dtype), is_fixed=handle.capacity > 0
+            handle.num_rows, self._codec.row_format(self._hidden, dtype), is_fixed=handle.mode == "low_latency"
         )
 
     def trim(self) -> int:

@@ -91,9 +91,18 @@ class Dispatch:
         return ()
 
     def _reserve(self, counts: npt.NDArray[np.int32]) -> Grant:
-        """Plans, and sets receive memory aside if there is enough."""
+        """Plans, and sets receive memory aside if there is enough.
+
+        Raises:
+            CapacityExceeded, ValueError: a rank would receive more rows than fit; on all ranks alike.
+        """
         exchange, routing = self.exchange, self.routing
-        self.plan = plan_exchange(counts, exchange.placement, exchange.rank, routing.layout, routing.expert_alignment)
+        form = (routing.layout, routing.expert_alignment, routing.capacity)
+        try:
+            self.plan = plan_exchange(counts, exchange.placement, exchange.rank, *form)
+        except ValueError as error:
+            self.call.is_agreed_failure = True
+            raise type(error)(f"{self.call.title}: {error}") from None
         need = block_layout(self.plan.rows_per_rank[exchange.rank], self.planes).nbytes
         exchange.sequencer.release_quarantine()
         block = exchange.memory.allocate(need)
@@ -120,6 +129,7 @@ class Dispatch:
             expert_alignment=routing.expert_alignment,
             routes=routes,
             counts=torch.from_numpy(counts),
+            capacity=routing.capacity,
             origin=self.call.sequence,
             fingerprint=self.fingerprint,
         )
@@ -150,7 +160,7 @@ class Dispatch:
         return [Grant(card.offsets[place], card.need, card.limit, card.refused) for card in self.cards]
 
     def _look(self) -> None:
-        """Learns where everybody's rows go, and zeroes the padding here."""
+        """Learns where everybody's rows go, and makes the padding here read as nothing."""
         exchange = self.exchange
         grants = self._grants()
         for rank, grant in enumerate(grants):
@@ -159,7 +169,7 @@ class Dispatch:
         self._offsets = [grant.offset for grant in grants]
         self._layouts = [block_layout(rows, self.planes).offsets for rows in self.plan.rows_per_rank]
         bases = [base + offset for base, offset in zip(exchange.bases, self._offsets, strict=True)]
-        self._zero_padding(bases[exchange.rank], self._layouts[exchange.rank])
+        self._blank_padding(bases[exchange.rank], self._layouts[exchange.rank])
         self.addresses = [
             [base + offsets[plane] for base, offsets in zip(bases, self._layouts, strict=True)]
             for plane in range(len(self.planes))
@@ -227,16 +237,25 @@ class Dispatch:
                     transport.put(exchange.memory.region, target, source, count * nbytes, rank)
                     exchange.hops.between += count * nbytes
 
-    def _zero_padding(self, base: int, offsets: tuple[int, ...]) -> None:
-        """Zeroes my rows between the real ones of an expert and its padded end."""
-        if self.flat or self.routing.expert_alignment == 1:
+    def _blank_padding(self, base: int, offsets: tuple[int, ...]) -> None:
+        """Blanks my rows between the real ones of an expert and its padded end, and those up to the capacity."""
+        plan, routing = self.plan, self.routing
+        if not self.flat and routing.expert_alignment > 1:
+            ends = plan.offsets
+            starts = np.concatenate((ends[:1] * 0, ends[:-1])) + plan.num_tokens_per_expert
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+                self._blank(base, offsets, start, end)
+        if routing.capacity:
+            self._blank(base, offsets, plan.num_rows, routing.capacity)
+
+    def _blank(self, base: int, offsets: tuple[int, ...], start: int, end: int) -> None:
+        """Zero rows of weight 0; flat: and with ids -1."""
+        if end <= start:
             return
-        ends = self.plan.offsets
-        starts = np.concatenate((ends[:1] * 0, ends[:-1])) + self.plan.num_tokens_per_expert
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            for offset, row_bytes in zip(offsets, self.planes, strict=True):
-                if end > start:
-                    self.exchange.queue.zero(base + offset + start * row_bytes, (end - start) * row_bytes)
+        ids = len(self.row_format.plane_bytes) if self.flat else None
+        for plane, (offset, row_bytes) in enumerate(zip(offsets, self.planes, strict=True)):
+            where = base + offset + start * row_bytes, (end - start) * row_bytes
+            self.exchange.queue.set_bytes(*where, 0xFF if plane == ids else 0)
 
     def _arrive(self) -> None:
         queue = self.exchange.queue

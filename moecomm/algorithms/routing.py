@@ -21,10 +21,11 @@ class Routing(NamedTuple):
         counts: `[R, E + R]` int32 on the host, or None before they are known.
         stamp: `[2]` int64 on the host (number of the dispatch, fingerprint of `topk_idx`), or None: not known, or not
             made yet.
-        capacity: 0 = as many rows as arrive; else the shape is fixed: rows per expert (slab), rows in all
-            (expert_major).
+        capacity: 0 = as many rows as arrive; else the shape is fixed: rows per expert (slab), rows in all. The same on
+            all ranks.
         origin, fingerprint: what the stamp says, where that is known without reading a tensor; else None.
         recording: autograd records the call here. Ranks need not agree.
+        mode: which algorithm carries it: `throughput`, or `low_latency`, whose shapes are always fixed.
     """
 
     topk_idx: torch.Tensor
@@ -37,3 +38,4 @@ class Routing(NamedTuple):
     origin: int | None = None
     fingerprint: int | None = None
     recording: bool = False
+    mode: str = "throughput"

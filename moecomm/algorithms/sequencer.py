@@ -26,6 +26,7 @@ from moecomm.algorithms.mailbox import Card, Grant, Mailbox
 from moecomm.algorithms.signature import Operation, describe
 from moecomm.errors import (
     CallMismatch,
+    CapacityExceeded,
     CommunicatorClosed,
     MemoryLimitExceeded,
     PeerFailed,
@@ -45,7 +46,7 @@ _REACHED = WaitOutcome.REACHED
 # Kinds of notices. An agreed failure follows from what all ranks know, and all raise it alike, whether they find out
 # themselves or are told first; a rank that gave up because another did is not worth naming beside that one.
 _OWN_REASON, _FOLLOWED, _AGREED = range(3)
-_AGREED_ERRORS: tuple[type[Exception], ...] = (ValueError, MemoryLimitExceeded, CallMismatch)
+_AGREED_ERRORS: tuple[type[Exception], ...] = (ValueError, MemoryLimitExceeded, CapacityExceeded, CallMismatch)
 
 
 class Sequencer:

@@ -220,9 +220,9 @@ class DeviceQueue(OrderedQueue):
         if nbytes:
             self._stream.submit(lambda: self._bytes(target, nbytes).copy_(self._bytes(source, nbytes)))
 
-    def zero(self, address: int, nbytes: int) -> None:
+    def set_bytes(self, address: int, nbytes: int, value: int) -> None:
         if nbytes:
-            self._stream.submit(lambda: self._bytes(address, nbytes).zero_())
+            self._stream.submit(lambda: self._bytes(address, nbytes).fill_(value))
 
     def _bytes(self, address: int, nbytes: int) -> Tensor:
         return self._device.bytes_at(address, nbytes, None)

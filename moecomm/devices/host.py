@@ -84,8 +84,8 @@ class HostQueue(Queue):
     def copy(self, target: int, source: int, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
-    def zero(self, address: int, nbytes: int) -> None:
-        ctypes.memset(address, 0, nbytes)
+    def set_bytes(self, address: int, nbytes: int, value: int) -> None:
+        ctypes.memset(address, value, nbytes)
 
     def claim(self, block: _C.Block) -> None:
         """Nothing is late."""

@@ -73,8 +73,8 @@ class Queue(abc.ABC):
         """Copies between addresses."""
 
     @abc.abstractmethod
-    def zero(self, address: int, nbytes: int) -> None:
-        """Zeroes memory."""
+    def set_bytes(self, address: int, nbytes: int, value: int) -> None:
+        """Gives every byte of memory the value, 0 to 255."""
 
     @abc.abstractmethod
     def claim(self, block: _C.Block) -> None:
