@@ -19,6 +19,7 @@ from moecomm.algorithms.signature import Operation
 from moecomm.checks import Found, check_capacity, check_combine, check_dispatch, check_handle, check_layout, look_of
 from moecomm.codecs.base import Codec, RowFormat
 from moecomm.errors import CommunicatorClosed, RoutingChanged
+from moecomm.forks import forks
 from moecomm.handle import Handle
 from moecomm.kernels.base import weights_dtype
 from moecomm.placement import Placement
@@ -32,25 +33,6 @@ _CHANGED = (
 )
 
 _ids = itertools.count()
-
-
-class _Forks:
-    """Counts the forks that lie between this process and the one that first watched; cheaper than asking who we are."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._watched = False
-
-    def watch(self) -> None:
-        if not self._watched:
-            self._watched = True
-            os.register_at_fork(after_in_child=self._forked)
-
-    def _forked(self) -> None:
-        self.count += 1
-
-
-_forks = _Forks()
 _live: weakref.WeakValueDictionary[int, Exchanger] = weakref.WeakValueDictionary()
 
 
@@ -101,8 +83,8 @@ class Exchanger:
         self._log = RoutingLog()
         self._closed = False
         self._pid = os.getpid()
-        self._num_forks = _forks.count
-        _forks.watch()
+        self._num_forks = forks.count
+        forks.watch()
         _live[self.id] = self
 
     def capacity(self, mode: str, layout: str, expert_alignment: int) -> int:
@@ -133,6 +115,7 @@ class Exchanger:
             is_remembered: calls from here are remembered, so that a recompute of one must find its routing.
         """
         self._admit(Operation.DISPATCH, make_room)
+        is_hosted = recording or is_remembered
         try:
             if handle is None:
                 options = (mode, layout, expert_alignment, type(expert_alignment), capacity, type(capacity))
@@ -145,21 +128,20 @@ class Exchanger:
                 algorithm, num_rows, row_format = found
                 assert topk_idx is not None
                 topk_idx = topk_idx if topk_idx.is_contiguous() else topk_idx.contiguous()
-                routing = Routing(topk_idx, layout, expert_alignment, capacity=num_rows, recording=recording, mode=mode)
+                form = (topk_idx, layout, expert_alignment)
+                routing = Routing(*form, capacity=num_rows, recording=recording, is_hosted=is_hosted, mode=mode)
                 if is_remembered and is_recomputing():
                     self._check_recompute(topk_idx)
             else:
                 if topk_idx is not None:
                     raise ValueError("topk_idx must be None when a handle is given: the handle holds the routing")
-                routing = self._known(handle, x, topk_weights, self._hidden, recording)
+                algorithm, routing, row_format = self._known(handle, x, topk_weights, self._hidden, recording)
                 if capacity is not None:
                     check_capacity(capacity, handle)
-                algorithm = self.session.algorithms[handle.mode]
-                row_format = self._codec.row_format(self._hidden, x.dtype)
             x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
-            self.session.refuse(Operation.DISPATCH, error)
+            self._refuse(Operation.DISPATCH, error, mode, handle, is_hosted)
             raise
         return algorithm.begin_dispatch(x, routing, row_format, weights)
 
@@ -175,11 +157,20 @@ class Exchanger:
         algorithm = self.session.algorithms[mode]
         algorithm.check_size(x.shape[0])
         num_rows = algorithm.capacity(layout, expert_alignment) if capacity is None else capacity
-        return algorithm, num_rows, self._codec.row_format(self._hidden, x.dtype)
+        row_format = self._codec.row_format(self._hidden, x.dtype)
+        algorithm.check_rows(layout, num_rows, row_format)
+        return algorithm, num_rows, row_format
+
+    def _refuse(self, operation: Operation, error: Exception, mode: str, handle: Any, is_hosted: bool) -> None:
+        """Lets the peers know that this rank does not make a call."""
+        routing = handle.routing if isinstance(handle, Handle) else None
+        algorithm = self.session.algorithms.get(mode if routing is None else handle.mode)
+        by_device = algorithm is not None and algorithm.is_by_device(routing, is_hosted=is_hosted)
+        (self.session.refuse_by_device if by_device else self.session.refuse)(operation, error)
 
     def _admit(self, operation: Operation, make_room: bool) -> None:
         """Before the arguments are looked at, which may be wrong on one rank only: is there room for a call?"""
-        if self._closed or _forks.count != self._num_forks:
+        if self._closed or forks.count != self._num_forks:
             self._check_open()
         if make_room:
             self.session.make_room()
@@ -188,8 +179,8 @@ class Exchanger:
 
     def _known(
         self, handle: Handle, x: torch.Tensor, topk_weights: torch.Tensor | None, hidden: int, recording: bool
-    ) -> Routing:
-        """The routing of a handle, checked against what is to go that way."""
+    ) -> tuple[Algorithm, Routing, RowFormat]:
+        """Who carries what goes the way of a handle, the way, and how rows are written; all checked."""
         check_handle(handle, self.id)
         check_dispatch(
             x,
@@ -198,7 +189,9 @@ class Exchanger:
             **(self._limits | {"hidden": hidden}),
             num_tokens=handle.num_tokens,
         )
-        return _routing(handle, recording)
+        algorithm, row_format = self.session.algorithms[handle.mode], self._codec.row_format(hidden, x.dtype)
+        algorithm.check_rows(handle.layout, handle.capacity, row_format)
+        return algorithm, _routing(handle, recording), row_format
 
     def begin_combine(
         self,
@@ -233,13 +226,14 @@ class Exchanger:
                 hidden = self._width(y, values)
                 check_combine(y, topk_weights, handle=handle, hidden=hidden, device=self._device)
                 terms = (self.session.algorithms[handle.mode], self._codec.row_format(hidden, y.dtype))
+                terms[0].check_rows(handle.layout, handle.capacity, terms[1])
                 found = self._combines.keep(looks, terms)
             algorithm, row_format = found
             y = y if y.is_contiguous() else y.contiguous()
             topk_weights = None if topk_weights is None else _kept(topk_weights, y.dtype)
             values = None if values is None else _kept(values, y.dtype)
         except Exception as error:
-            self.session.refuse(Operation.COMBINE, error)
+            self._refuse(Operation.COMBINE, error, "throughput", handle, recording or values is not None)
             raise
         return algorithm.begin_combine(
             y,
@@ -281,14 +275,13 @@ class Exchanger:
         self._admit(Operation.CACHED_DISPATCH, make_room=True)
         try:
             hidden = self._width(x, topk_weights)
-            routing = self._known(handle, x, topk_weights, hidden, recording=False)
-            row_format = self._codec.row_format(hidden, x.dtype)
+            algorithm, routing, row_format = self._known(handle, x, topk_weights, hidden, recording=False)
             x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
-            self.session.refuse(Operation.CACHED_DISPATCH, error)
+            self._refuse(Operation.CACHED_DISPATCH, error, "throughput", handle, is_hosted=False)
             raise
-        call = self.session.algorithms[handle.mode].begin_dispatch(x, routing, row_format, weights)
+        call = algorithm.begin_dispatch(x, routing, row_format, weights)
         arrival: Arrival = self.finish(call)
         return arrival
 
@@ -348,6 +341,11 @@ class Exchanger:
             handle.num_rows, self._codec.row_format(self._hidden, dtype), is_fixed=handle.mode == "low_latency"
         )
 
+    def check(self) -> None:
+        """See `Communicator.check`."""
+        self._check_open()
+        self.session.check()
+
     def trim(self) -> int:
         """See `Communicator.trim`."""
         self._check_open()
@@ -364,7 +362,7 @@ class Exchanger:
     @property
     def is_forked(self) -> bool:
         """Whether this is a copy in a child process of the one that constructed it."""
-        return _forks.count != self._num_forks
+        return forks.count != self._num_forks
 
     def _check_open(self) -> None:
         if self._closed:
@@ -377,7 +375,7 @@ class Exchanger:
 
 
 def _routing(handle: Handle, recording: bool) -> Routing:
-    return handle.routing._replace(recording=True) if recording else handle.routing
+    return handle.routing._replace(recording=True, is_hosted=True) if recording else handle.routing
 
 
 def _kept(topk_weights: torch.Tensor, rows: torch.dtype) -> torch.Tensor:

@@ -41,18 +41,33 @@ class Handle:
 
     @property
     def counts(self) -> torch.Tensor:
-        """`[R, E + R]` int32 on the host: per source rank its routes per expert, then its distinct tokens per rank."""
-        assert self.routing.counts is not None
-        return self.routing.counts
+        """`[R, E + R]` int32 on the host: per source rank its routes per expert, then its distinct tokens per rank.
+
+        After a low-latency dispatch on a device, to read it is to wait for the device.
+        """
+        counts = self._known.counts
+        assert counts is not None
+        return counts
+
+    @property
+    def _known(self) -> Routing:
+        """The routing with all that the host can know; asked for once."""
+        known: Routing | None = self.__dict__.get("_hosted")
+        if known is None:
+            known = self.__dict__["_hosted"] = self.routing.known_to_host()
+        return known
 
     @property
     def stamp(self) -> torch.Tensor:
-        """`[2]` int64 on the host: number of its dispatch, fingerprint of `topk_idx`. The same tensor each time."""
+        """`[2]` int64 on the host: number of its dispatch, fingerprint of `topk_idx`. The same tensor each time.
+
+        As for `counts`, the host may have to wait.
+        """
         stamp = self.routing.stamp
         if stamp is None:
             stamp = self.__dict__.get("_stamp")
         if stamp is None:
-            stamp = torch.tensor((self.routing.origin, self.routing.fingerprint), dtype=torch.int64)
+            stamp = torch.tensor((self.routing.origin, self._known.fingerprint), dtype=torch.int64)
             self.__dict__["_stamp"] = stamp
         return stamp
 

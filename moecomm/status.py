@@ -41,8 +41,24 @@ class Status:
 
     @property
     def tokens_per_expert(self) -> torch.Tensor:
-        """`[E_local]` int64: routes that arrived for each local expert, over all dispatches so far; kept up to date."""
-        return self._exchanger.session.tokens_per_expert
+        """`[E_local]` int64: routes that arrived for each local expert, over all dispatches so far; kept up to date.
+        On a device, to read it is to wait for the device."""
+        return self._exchanger.session.arrived_tokens()
+
+    def check(self) -> None:
+        """Waits for the device and raises what has gone wrong in low-latency calls, replayed ones included.
+
+        The device finds these errors, so calls and `wait` raise them only if they are known by then. They stop the
+        later low-latency calls of every rank, so that nothing of a result is worth anything before `check` has not
+        raised. All ranks call it behind the same calls. On the CPU there is nothing to wait for, and nothing to raise.
+
+        Raises:
+            CapacityExceeded: rows did not fit (duplicates in `topk_idx`); all ranks raise it, and may go on behind it.
+            ValueError: an id of some rank is no expert; likewise.
+            PeerTimeout, PeerLost, CallMismatch: the ranks did not all make the same call in time; a new Communicator is
+                needed.
+        """
+        self._exchanger.check()
 
     @property
     def waiting_times(self) -> WaitingTimes:

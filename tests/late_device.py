@@ -17,7 +17,7 @@ import torch
 from moecomm import _C
 from moecomm.devices.base import AsynchronousDevice, DeviceIdentity, DeviceMemory, Event, Stream
 from moecomm.devices.device_queue import NUM_SLOTS, DeviceQueue
-from moecomm.kernels.registry import eager_kernels_for, kernels_for, signal_kernels_for
+from moecomm.kernels.registry import captured_kernels_for, eager_kernels_for, kernels_for, signal_kernels_for
 
 _PATIENCE = 30.0
 _interpreter = threading.RLock()  # the interpreter runs one kernel at a time in a process
@@ -102,6 +102,8 @@ class _Locked:
 
     def __getattr__(self, name):
         method = getattr(self._kernels, name)
+        if not callable(method):
+            return method
 
         def locked(*args, **options):
             with _interpreter:
@@ -126,6 +128,52 @@ class LateSignals(_Locked):
             time.sleep(5e-4)
 
 
+class LateCaptured(_Locked):
+    """Captured calls; their waits look again and again first, so that other kernels of the process can run."""
+
+    def __init__(self, kernels):
+        super().__init__(kernels)
+        self._timeout_ns = kernels.control.timeout_ns
+        kernels.control = kernels.control._replace(timeout_ns=0)  # what is not there by then does not come
+
+    def receive(self, block):
+        self._look(self._kernels._dispatch.slot, block.dispatched)
+        with _interpreter:
+            self._kernels.receive(block)
+
+    def sum_rows(self, placed, out, **options):
+        self._look(self._kernels._combine.slot, placed.combined)
+        with _interpreter:
+            self._kernels.sum_rows(placed, out, **options)
+
+    def _look(self, slot, ticket):
+        control = self._kernels.control
+        lanes = np.asarray(_Interface(control.board, 8 * control.num_ranks * (slot + 1), None)).view(np.int64)
+        deadline = time.monotonic_ns() + self._timeout_ns
+        while (lanes[slot * control.num_ranks :] < ticket.item()).any() and control.status[0] == 0:
+            if time.monotonic_ns() > deadline:
+                return
+            time.sleep(5e-4)
+
+
+class LateCapturedKernels:
+    """Makes captured calls.
+
+    Arguments:
+        looks: waits are as in `LateCaptured`; not so where a rank has a process of its own, and launches are replayed.
+    """
+
+    def __init__(self, looks):
+        self._looks = looks
+        self._kernels = captured_kernels_for("triton")
+        self.memory = self._kernels.memory
+
+    def make(self, *args, **options):
+        with _interpreter:
+            made = self._kernels.make(*args, **options)
+        return LateCaptured(made) if self._looks else _Locked(made)
+
+
 class LateMemory(DeviceMemory):
     def __init__(self, mapping):
         self.mapping, self.address, self.nbytes = mapping, mapping.address, mapping.nbytes
@@ -144,12 +192,13 @@ class LateDevice(AsynchronousDevice):
         delay: of the communicator's stream, in seconds before each piece of work.
         queue_class: of the communicator's queue.
         identity: what peers are told.
+        looks: see `LateCapturedKernels`.
     """
 
     kind = "cuda"
     torch_device = torch.device("cpu")
 
-    def __init__(self, delay=0.0, queue_class=DeviceQueue, identity=None):
+    def __init__(self, delay=0.0, queue_class=DeviceQueue, identity=None, looks=True):
         self.failures = []
         self.events = 0
         self._delay = delay
@@ -161,12 +210,20 @@ class LateDevice(AsynchronousDevice):
         self._signals = LateSignals(signal_kernels_for("triton"))
         self._rows = _Locked(kernels_for("triton"))
         self._eager = _Locked(eager_kernels_for("triton"))
+        self._captured = LateCapturedKernels(looks)
+        self.captures = False
 
     def row_kernels(self):
         return self._rows
 
     def eager_kernels(self):
         return self._eager
+
+    def captured_kernels(self):
+        return self._captured
+
+    def is_capturing(self):
+        return self.captures
 
     def signal_kernels(self):
         return self._signals
@@ -221,6 +278,17 @@ class LateDevice(AsynchronousDevice):
             yield stream
         finally:
             del self._current.stream
+
+    @contextlib.contextmanager
+    def capturing(self):
+        """As if the current stream's work were kept for a graph; whoever keeps it sees all of it."""
+        self.captures = True
+        try:
+            yield
+            for stream in self._streams:
+                stream.synchronize()
+        finally:
+            self.captures = False
 
     def end(self):
         """Ends the streams' threads, and says what went wrong in them."""

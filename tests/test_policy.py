@@ -19,7 +19,7 @@ LAYERS = [
     {"transports"},
     {"codecs"},
     {"algorithms"},
-    {"checks", "exchanger", "explanation", "handle", "recompute", "status", "work"},
+    {"checks", "exchanger", "explanation", "forks", "handle", "recompute", "status", "work"},
     {"gradients"},
     {"functional"},
     {"communicator"},
@@ -31,7 +31,8 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # These name things that exist once per kind; only their registry may know them by name.
 CONCRETE = {
     "transports": {"base", "domains", "peers", "registry"},
-    "kernels": {"base", "choices", "eager", "experts", "flat_rows", "registry", "signals", "summary", "wire"},
+    "kernels": {"base", "captured", "choices", "eager", "experts", "flat_rows", "registry"}
+    | {"signals", "summary", "wire"},
     "codecs": {"base", "registry"},
     "devices": {"base", "queue", "registry", "views"},
 }

@@ -75,6 +75,18 @@ class Algorithm(abc.ABC):
     def check_size(self, num_tokens: int) -> None:
         """Raises ValueError if a dispatch cannot have so many tokens."""
 
+    def check_rows(self, layout: str, capacity: int, row_format: RowFormat) -> None:  # noqa: B027 - most take any
+        """Raises ValueError if the rows of a dispatch of this shape, or of its combine, take more than there is."""
+
+    def is_by_device(self, routing: Routing | None, *, is_hosted: bool) -> bool:
+        """Whether only the devices count a call, and hosts say nothing to each other.
+
+        Arguments:
+            routing: known for the call; None: a dispatch makes it.
+            is_hosted: see `Routing`.
+        """
+        return False
+
     @abc.abstractmethod
     def capacity(self, layout: str, expert_alignment: int) -> int:
         """Rows of a dispatch of fixed shape: per expert (slab) or in all (expert_major); 0 = as many as arrive."""
@@ -144,6 +156,13 @@ class Session(abc.ABC):
         """`RowKernels.count_routes` of ids on the device; `counts` is on the host."""
         return self.kernels.count_routes(topk_idx, placement.expert_rank, placement.num_ranks, counts)
 
+    def arrived_tokens(self) -> torch.Tensor:
+        """`tokens_per_expert` with what only the device has counted; waits for that."""
+        return self.tokens_per_expert
+
+    def check(self) -> None:  # noqa: B027 - where the host does the work there is nothing to wait for
+        """Waits for the device and raises what has gone wrong there."""
+
     @abc.abstractmethod
     def waiting_times(self) -> tuple[list[float], list[float]]:
         """Seconds that waits have waited for each rank: in all, and at most in one wait."""
@@ -151,6 +170,9 @@ class Session(abc.ABC):
     @abc.abstractmethod
     def refuse(self, operation: Operation, error: Exception) -> None:
         """Counts a call that this rank's arguments do not allow, and tells the peers, who would wait for it."""
+
+    def refuse_by_device(self, operation: Operation, error: Exception) -> None:  # noqa: B027 - most have none of these
+        """`refuse` for a call that only the devices would count."""
 
     @abc.abstractmethod
     def check_room(self, operation: Operation) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "LANE_DONE",
     "LANE_GRANTED",
     "LANE_NOTICED",
+    "LANE_REFUSED",
     "NUM_LANES",
     "TRAFFIC_LANES",
     "Call",
@@ -31,7 +32,9 @@ LANE_NOTICED = 3
 LANE_CHUNK = 4
 LANE_CREDIT = 5
 TRAFFIC_LANES = range(LANE_CHUNK, LANE_CREDIT + 1)
-NUM_LANES = 6
+# Counts the calls of the devices alone that its source has refused to make.
+LANE_REFUSED = 6
+NUM_LANES = 7
 _LANE_NAMES = ("has not made the call", "has not granted receive memory", "has not finished its part")
 
 
@@ -64,9 +67,10 @@ class Call:
         phases: the first never waits, each later one only at its start.
         job: what the phases work on; let go of at the end.
         recording: autograd records the call here. Ranks need not agree.
+        by_device: only the devices count it, see `DeviceCalls`; else the hosts do.
 
     Attributes:
-        operation, words, phases, job, recording: as given.
+        operation, words, phases, job, recording, by_device: as given.
         sequence: its number in the communicator; set when it begins.
         num_run: phases that have run.
         result: after the last phase.
@@ -100,12 +104,14 @@ class Call:
         phases: tuple[Phase, ...] = (),
         job: Any = None,
         recording: bool = False,
+        by_device: bool = False,
     ) -> None:
         self.operation = operation
         self.words = words
         self.phases = phases
         self.job = job
         self.recording = recording
+        self.by_device = by_device
 
     @property
     def title(self) -> str:

@@ -35,6 +35,11 @@ class DeviceSequencer(Sequencer):
         self._queue = queue
 
     def begin(self, call: Call) -> Call:
+        if self._queue.is_capturing():
+            raise ValueError(
+                f"{call.operation.title}: hosts take part in this call, so no graph can hold it. Low-latency calls can "
+                "be captured, where autograd does not record them and their handle comes from such a call"
+            )
         try:
             self._queue.begin(call, call.job.prepare)
         except TransportError as error:
@@ -52,6 +57,12 @@ class DeviceSequencer(Sequencer):
         if any(phase.lane == lane and phase.orders_device for phase in call.phases):
             self._queue.signal_all(lane, call.sequence)
         return super().advance(lane, call)
+
+    def await_readers(self, call: Call) -> None:
+        super().await_readers(call)
+        begun = call.sequence - self.max_in_flight + 1
+        if 0 < begun <= self._owed:  # as there: the peers' hosts have begun, their devices may still be reading
+            self._queue.wait(LANE_BEGUN, begun - 1)
 
     def _await(self, call: Call, lane: int, at_least: int) -> None:
         super()._await(call, lane, at_least)

@@ -14,6 +14,7 @@ __all__ = ["EagerForm", "EagerSizes"]
 
 _WIDEST_NUMBER = 8
 _LINE = 64
+_TILE = 128  # as far as the kernels that multiply align experts
 
 
 class EagerForm(NamedTuple):
@@ -40,6 +41,7 @@ class EagerSizes:
     Arguments:
         num_ranks, max_local_experts, num_local_experts: R, most experts of one rank, E_local.
         max_tokens_per_rank, max_topk, hidden: most T, most K, H.
+        widest: bytes of the widest number of a row.
 
     Attributes:
         capacity: rows per expert of a slab: R * T, what arrives if every token chooses the expert once.
@@ -54,7 +56,10 @@ class EagerSizes:
         max_tokens_per_rank: int,
         max_topk: int,
         hidden: int,
+        widest: int = _WIDEST_NUMBER,
     ) -> None:
+        self.num_ranks = num_ranks
+        self.widest = widest
         self.max_local_experts = max_local_experts
         self.num_local_experts = num_local_experts
         self.max_tokens_per_rank = max_tokens_per_rank
@@ -71,6 +76,18 @@ class EagerSizes:
                 f"max_tokens_per_rank={self.max_tokens_per_rank}; split the batch, use mode='throughput', or construct "
                 "the Communicator with a larger one"
             )
+
+    def narrowed(self, widest: int) -> EagerSizes:
+        """The same for rows of numbers of so many bytes."""
+        return EagerSizes(
+            num_ranks=self.num_ranks,
+            max_local_experts=self.max_local_experts,
+            num_local_experts=self.num_local_experts,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            max_topk=self.max_topk,
+            hidden=self.hidden,
+            widest=widest,
+        )
 
     def rows(self, layout: str, expert_alignment: int) -> int:
         """Rows per expert of a slab; of expert_major N: what arrives if every token chooses all the experts it can."""
@@ -108,7 +125,17 @@ class EagerSizes:
     @property
     def window_bytes(self) -> int:
         """Bytes of one window for one source: a message of the widest rows and weights."""
-        return message_bytes(self.max_tokens_per_rank, self.max_topk, self.hidden * _WIDEST_NUMBER, _WIDEST_NUMBER)
+        return message_bytes(self.max_tokens_per_rank, self.max_topk, self.row_bytes, _WIDEST_NUMBER)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the longest row."""
+        return self.hidden * self.widest
+
+    @property
+    def output_rows(self) -> int:
+        """Most rows of a combine: slabs, or the rows of expert_major in tiles."""
+        return max(self.max_local_experts * self.capacity, self.rows("expert_major", _TILE))
 
     @property
     def landing_bytes(self) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import Call
+from moecomm.algorithms.device_calls import DeviceCalls, DeviceJob
 from moecomm.algorithms.device_sequencer import make_queue, make_sequencer
 from moecomm.algorithms.far_rows import Reach
 from moecomm.algorithms.fixed_blocks import FixedBlocks
@@ -20,7 +21,8 @@ from moecomm.algorithms.receive_memory import ReceiveMemory
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 from moecomm.devices.base import Device
-from moecomm.errors import MemoryLimitExceeded
+from moecomm.errors import MemoryLimitExceeded, TooManyInFlight
+from moecomm.kernels.captured import CapturedCalls
 from moecomm.placement import Placement
 from moecomm.transports.base import Transport
 
@@ -46,10 +48,14 @@ class Exchange(Session):
         hops: what crosses between domains.
         queue: the device's work, in its order.
         smallest_limit: the smallest memory_limit of any rank.
+        device_calls: the calls that devices make among themselves; None: there are none. Set by whoever makes them.
+        captured: the kernels that make those.
         expert_rank, expert_local: `[E]` int32 on the device: rank of each expert, and its index there.
     """
 
     hops: Hops
+    device_calls: DeviceCalls | None = None
+    captured: CapturedCalls | None = None
 
     def __init__(
         self,
@@ -116,25 +122,68 @@ class Exchange(Session):
     def count_routes(self, topk_idx: torch.Tensor, placement: Placement, counts: torch.Tensor) -> int:
         return self.queue.count_routes(self.kernels, topk_idx, self.expert_rank, placement.num_ranks, counts)
 
+    def begin_by_device(self, job: DeviceJob) -> Call:
+        """Begins a call that only devices count, behind all work of the calls before it that hosts count.
+
+        Otherwise a device could wait for a peer's that waits for what this one does later.
+        """
+        calls = self.device_calls
+        assert calls is not None
+        self.sequencer.finish_all()
+        while any(call.job.placed is job.placed for call in calls.in_flight):
+            calls.finish_oldest()
+        return calls.begin(job.call)
+
     # -- for the communicator ----------------------------------------------------------------------------------------
 
     def refuse(self, operation: Operation, error: Exception) -> None:
         self.sequencer.refuse(operation, error)
 
+    def refuse_by_device(self, operation: Operation, error: Exception) -> None:
+        self._by_device.refuse(operation, error)
+
     def check_room(self, operation: Operation) -> None:
         self.sequencer.check_room(operation)
+        if self.device_calls is not None and self._is_full(self.device_calls):
+            waiting = ", ".join(call.title for call in self.device_calls.in_flight)
+            raise TooManyInFlight(
+                f"{operation.title}: {waiting} and {self.sequencer.num_in_flight} others are in flight, and "
+                f"max_in_flight is {self.sequencer.max_in_flight}; wait for one of them first, or construct the "
+                "Communicator with a larger one"
+            )
 
     def make_room(self) -> None:
+        calls = self.device_calls
+        while calls is not None and calls.in_flight and self._is_full(calls):
+            calls.finish_oldest()
         self.sequencer.make_room()
 
+    def _is_full(self, calls: DeviceCalls) -> bool:
+        return len(calls.in_flight) + self.sequencer.num_in_flight >= self.sequencer.max_in_flight
+
     def finish(self, call: Call) -> Any:
-        return self.sequencer.finish(call)
+        return (self._by_device if call.by_device else self.sequencer).finish(call)
 
     def step(self, call: Call) -> None:
-        self.sequencer.step(call)
+        (self._by_device if call.by_device else self.sequencer).step(call)
 
     def poll(self, call: Call) -> bool:
-        return self.sequencer.poll(call)
+        return (self._by_device if call.by_device else self.sequencer).poll(call)
+
+    @property
+    def _by_device(self) -> DeviceCalls:
+        assert self.device_calls is not None
+        return self.device_calls
+
+    def arrived_tokens(self) -> torch.Tensor:
+        captured = self.captured
+        if captured is None:
+            return self.tokens_per_expert
+        return self.tokens_per_expert + self._by_device.ask(lambda: captured.tokens_per_expert.cpu())
+
+    def check(self) -> None:
+        if self.device_calls is not None:
+            self.device_calls.check()
 
     def waiting_times(self) -> tuple[list[float], list[float]]:
         return self.transport.waiting_times()
@@ -159,7 +208,7 @@ class Exchange(Session):
     def statistics(self) -> dict[str, int]:
         usage = self.memory.usage()
         return {
-            "calls": self.sequencer.num_calls,
+            "calls": self.sequencer.num_calls + (self.device_calls.num_calls if self.device_calls else 0),
             "announcements": self.sequencer.num_cards_with_counts,
             "receive_bytes_alive": usage.live_bytes,
             "receive_bytes_peak": usage.peak_bytes,
@@ -174,11 +223,15 @@ class Exchange(Session):
 
     def trim(self) -> int:
         self.sequencer.release_quarantine()
+        self.memory.reclaim()
         return self.memory.trim()
 
     def close(self) -> None:
+        if self.device_calls is not None:
+            self.device_calls.abandon()
         self.sequencer.abandon()
         self.queue.close()
+        self.memory.keep_nothing()
         self.algorithms = {}  # they hold the session, so it would take the garbage collector to let go of the memory
         # Memory is not cleared: peers may still be reading the rows of a low-latency combine that is finished here.
         self.transport.close()

@@ -14,13 +14,13 @@ import torch
 from moecomm import _C
 from moecomm.algorithms.receive_memory import ReceiveMemory
 
-__all__ = ["FixedBlock", "FixedBlocks"]
+__all__ = ["FixedBlock", "FixedBlocks", "Watch", "watched"]
 
 _NOTHING = torch.empty(0)
 _Given = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class _Watch:
+class Watch:
     """A tensor without memory that shares the version counter of one that was given out, and the counter's value then.
 
     Arguments:
@@ -39,6 +39,19 @@ class _Watch:
         # Keeps the version counter and lets go of the memory, whose death must return the block.
         self.tensor.data = _NOTHING
 
+    def is_intact(self) -> bool:
+        """Whether torch has not written to the tensor."""
+        return self.tensor._version == self.version
+
+
+def watched(make: Callable[[], _Given]) -> tuple[_Given, tuple[Watch, ...]]:
+    """Rows and weights that `make` makes, and what shows whether torch has written to them."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # where writes are not counted
+            return watched(make)
+    rows, weights = given = make()
+    return given, (Watch(rows),) if weights is None else (Watch(rows), Watch(weights))
+
 
 class _Note:
     """What is known of the memory of one block.
@@ -56,12 +69,12 @@ class _Note:
         self.nbytes = nbytes
         self.content = content
         self.used = torch.zeros(num_used, dtype=torch.int64)
-        self.watches: tuple[_Watch, ...] = ()
+        self.watches: tuple[Watch, ...] = ()
 
     def is_intact(self) -> bool:
         """Whether the rows that `used` names are all that is not zero."""
         for watch in self.watches:
-            if watch.tensor._version != watch.version:
+            if not watch.is_intact():
                 return False
         return bool(self.watches)
 
@@ -82,14 +95,9 @@ class FixedBlock:
 
     def give_out(self, make: Callable[[_C.Block], _Given]) -> _Given:
         """The rows and weights that `make` makes on the block, once it is filled; torch counts the writes to them."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # where writes are not counted
-                return self.give_out(make)
         if not self._is_watched:
             return make(self.block)
-        rows, weights = given = make(self.block)
-        watch = _Watch(rows)
-        self._note.watches = (watch,) if weights is None else (watch, _Watch(weights))
+        given, self._note.watches = watched(lambda: make(self.block))
         return given
 
 

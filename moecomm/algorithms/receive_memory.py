@@ -21,6 +21,10 @@ _MAPPABLE_BYTES = 2**43
 _PAGE = 4096
 
 
+def _nothing() -> None:
+    """There is nothing to let go of."""
+
+
 class ReceiveMemory:
     """The arena of a communicator on one rank. Construction is collective.
 
@@ -45,6 +49,7 @@ class ReceiveMemory:
             take memory. None: no space.
         allocate_leaving: the same for what a combine sends. Apart, since the others' memory is known to be zero but for
             some rows.
+        reclaim: lets go of blocks that are kept for later; called when there is no space.
         num_copies: tensors that had to be copied to where peers can read them.
     """
 
@@ -77,6 +82,7 @@ class ReceiveMemory:
         self.allocate = self._taking(self._arena)
         self.allocate_arriving = self._taking(self._arriving)
         self.allocate_leaving = self._taking(self._leaving)
+        self.reclaim: Callable[[], object] = _nothing
         self.num_copies = 0
         self._start = self.region.address
         self._end = self._start + self.region.nbytes
@@ -88,6 +94,9 @@ class ReceiveMemory:
 
         def take(nbytes: int) -> _C.Block | None:
             block = arena.allocate(nbytes)
+            if block is None:
+                self.reclaim()
+                block = arena.allocate(nbytes)
             if block is not None:
                 self._queue.claim(block)
             return block
@@ -129,6 +138,11 @@ class ReceiveMemory:
                 offset = block.offset
             offsets.append(offset)
         return tuple(offsets), blocks, 0
+
+    def keep_nothing(self) -> None:
+        """Gives back what is kept for later, for good."""
+        self.reclaim()
+        self.reclaim = _nothing
 
     def exceeded(self, operation: str, who: str, need: int, limit: int) -> MemoryLimitExceeded:
         """The error that every rank raises when one rank's memory does not suffice."""

@@ -6,6 +6,7 @@ import logging
 
 from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import NUM_LANES
+from moecomm.algorithms.captured import Captured
 from moecomm.algorithms.collective import Collective
 from moecomm.algorithms.eager import Eager
 from moecomm.algorithms.eager_sizes import EagerSizes
@@ -140,7 +141,11 @@ def make_session(
             )
         if found.num_domains > 1:
             throughput = Hierarchical(exchange, found, hidden=sizes.hidden, max_topk=sizes.max_topk)
-        low_latency = Eager(exchange, sizes, max_in_flight)
+        low_latency: Algorithm
+        if device.is_host:
+            low_latency = Eager(exchange, sizes, max_in_flight)
+        else:
+            low_latency = Captured(exchange, sizes, max_in_flight, timeout)
         exchange.algorithms = {"throughput": throughput, "low_latency": low_latency}
     except BaseException:
         carrier.close()

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 
 from moecomm.algorithms.plan import Layout
+from moecomm.devices.registry import find_device
+from moecomm.placement import Placement
 
-__all__ = ["Routing"]
+__all__ = ["DeviceRouting", "Routing"]
+
+
+@final
+class DeviceRouting:
+    """What the device alone knows of a routing; the host can ask for it, and then waits.
+
+    Arguments:
+        placement: which rank hosts which expert.
+        counts: `[R, E + R]` int32 on the device, as in `Routing`.
+        placed: for the kernels that bring rows home.
+        owner: what keeps all of this from being used for another routing.
+    """
+
+    __slots__ = ("_placement", "counts", "owner", "placed")
+
+    def __init__(self, placement: Placement, counts: torch.Tensor, placed: Any, owner: object) -> None:
+        self._placement = placement
+        self.counts = counts
+        self.placed = placed
+        self.owner = owner
+
+    def fingerprint_of(self, topk_idx: torch.Tensor) -> int:
+        """The fingerprint that `RowKernels.count_routes` gives."""
+        placement = self._placement
+        counts = torch.empty(placement.num_experts + placement.num_ranks, dtype=torch.int32)
+        kernels = find_device(None).row_kernels()
+        fingerprint: int = kernels.count_routes(topk_idx.cpu(), placement.expert_rank, placement.num_ranks, counts)
+        return fingerprint
 
 
 class Routing(NamedTuple):
@@ -25,6 +55,9 @@ class Routing(NamedTuple):
             all ranks.
         origin, fingerprint: what the stamp says, where that is known without reading a tensor; else None.
         recording: autograd records the call here. Ranks need not agree.
+        is_hosted: the host must know what comes of the call: autograd records it, or it is an operator's. On a device
+            all ranks agree.
+        on_device: what the device alone knows, with counts and stamp; None: the host knows all.
         mode: which algorithm carries it: `throughput`, or `low_latency`, whose shapes are always fixed.
     """
 
@@ -38,4 +71,14 @@ class Routing(NamedTuple):
     origin: int | None = None
     fingerprint: int | None = None
     recording: bool = False
+    is_hosted: bool = False
+    on_device: DeviceRouting | None = None
     mode: str = "throughput"
+
+    def known_to_host(self) -> Routing:
+        """The same with counts and stamp on the host, which waits for the device if it has to."""
+        known = self.on_device
+        if known is None:
+            return self
+        fingerprint = known.fingerprint_of(self.topk_idx)
+        return self._replace(counts=known.counts.cpu(), fingerprint=fingerprint, on_device=None)

@@ -104,7 +104,7 @@ class Sequencer:
     def _is_full(self) -> bool:
         # Calls refused since the oldest one count as well: for the peers, who learn of it only when they wait for them,
         # they are in flight, and their messages and windows are numbered.
-        return bool(self._outstanding) and self._next_sequence - self._outstanding[0].sequence >= self.max_in_flight
+        return self.num_in_flight >= self.max_in_flight
 
     def check_room(self, operation: Operation) -> None:
         """Raises TooManyInFlight if one more call may not begin."""
@@ -117,6 +117,16 @@ class Sequencer:
             f"since {oldest.title}, which is in flight (all that are: {waiting}), and max_in_flight is "
             f"{self.max_in_flight}; wait for {oldest.title} first, or construct the Communicator with a larger one"
         )
+
+    @property
+    def num_in_flight(self) -> int:
+        """Calls that have begun since the oldest one that is in flight, with it; refused ones count as well."""
+        return self._next_sequence - self._outstanding[0].sequence if self._outstanding else 0
+
+    def finish_all(self) -> None:
+        """Finishes all calls in flight; their errors wait for those who wait for them."""
+        while self._outstanding:
+            self._run_phase(self._outstanding[0])
 
     def is_oldest(self, call: Call) -> bool:
         """Whether no call in flight was begun before it."""

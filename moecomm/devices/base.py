@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moecomm.devices.queue import Queue
+from moecomm.kernels.captured import CapturedKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.signals import SignalKernels
 from moecomm.kernels.summary import SummarizingKernels
@@ -143,6 +144,14 @@ class AsynchronousDevice(Device):
     @abc.abstractmethod
     def signal_kernels(self) -> SignalKernels:
         """Its signals and waits."""
+
+    @abc.abstractmethod
+    def captured_kernels(self) -> CapturedKernels:
+        """What makes low-latency calls without the host."""
+
+    @abc.abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work is kept for a graph instead of done."""
 
     @abc.abstractmethod
     def allocate(self, nbytes: int, *, is_exported: bool) -> DeviceMemory:

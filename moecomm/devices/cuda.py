@@ -15,8 +15,14 @@ from moecomm.devices.base import AsynchronousDevice, DeviceIdentity, DeviceMemor
 from moecomm.devices.device_queue import NUM_SLOTS, DeviceQueue
 from moecomm.devices.queue import Queue
 from moecomm.errors import TransportUnavailable
+from moecomm.kernels.captured import CapturedKernels
 from moecomm.kernels.eager import EagerKernels
-from moecomm.kernels.registry import chosen_eager_kernels, chosen_kernels, signal_kernels_for
+from moecomm.kernels.registry import (
+    captured_kernels_for,
+    chosen_eager_kernels,
+    chosen_kernels,
+    signal_kernels_for,
+)
 from moecomm.kernels.signals import SignalKernels
 from moecomm.kernels.summary import SummarizingKernels
 
@@ -153,6 +159,13 @@ class CudaDevice(AsynchronousDevice):
 
     def signal_kernels(self) -> SignalKernels:
         return signal_kernels_for("triton")
+
+    def captured_kernels(self) -> CapturedKernels:
+        return captured_kernels_for("triton")
+
+    def is_capturing(self) -> bool:
+        with torch.cuda.device(self._index):
+            return bool(torch.cuda.is_current_stream_capturing())
 
     def identity(self) -> DeviceIdentity:
         return _identity(self._index)

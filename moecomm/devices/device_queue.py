@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -34,6 +34,7 @@ from moecomm.kernels.summary import HEAD, read_summary
 
 __all__ = ["NUM_SLOTS", "DeviceQueue"]
 
+A = TypeVar("A")
 T = TypeVar("T", bound=tuple[Any, ...])
 NUM_SLOTS = 3
 """Counters of a board: as many as calls have lanes on which all ranks' data depend."""
@@ -89,6 +90,7 @@ class DeviceQueue(OrderedQueue):
         self._stream.synchronize()
         self._seen = device.pinned(torch.zeros(self._status.shape, dtype=torch.int64))
         self._words = self._seen.numpy()  # the same memory
+        self._watched = [(self._status, self._seen)]
         self._sent = [0] * NUM_SLOTS
         self._kept: deque[_Kept] = deque()
         self._returns = Returns()
@@ -102,11 +104,15 @@ class DeviceQueue(OrderedQueue):
 
     def begin(self, call: Any, prepare: Callable[[OrderedQueue], object]) -> None:
         self._check()
-        self._forget()
+        if not self.is_capturing():  # then events must not be looked at
+            self._forget()
         call.stream = self._device.current_stream()
         prepare(self)
         # Behind the rooms, which earlier work of the caller's stream may still be using under another name.
         self._stream.wait(call.stream.record())
+
+    def is_capturing(self) -> bool:
+        return self._device.is_capturing()
 
     def room(self, call: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         room = torch.empty(tuple(shape), dtype=dtype, device=self._device.torch_device)
@@ -117,9 +123,11 @@ class DeviceQueue(OrderedQueue):
         call.kept = [*(call.kept or ()), *tensors]
 
     def settle(self, call: Any) -> None:
-        self._stream.submit(functools.partial(self._seen.copy_, self._status, non_blocking=True))
+        for status, seen in self._watched:
+            self._stream.submit(functools.partial(seen.copy_, status, non_blocking=True))
         call.finished = _Kept(self._stream.record(), call.kept)
-        self._kept.append(call.finished)
+        if not self.is_capturing():  # a graph's memory is whoever's the graph is
+            self._kept.append(call.finished)
         call.kept = None
 
     def hand_over(self, call: Any) -> None:
@@ -160,14 +168,21 @@ class DeviceQueue(OrderedQueue):
 
     def call(self, rooms: Rooms | None, work: Callable[..., T], *arguments: Any) -> T:
         assert rooms is not None
-        told: list[T] = []
+
+        def tell(rooms: Rooms = rooms) -> T:
+            made = work(*map(self._here, arguments))
+            parts = [self._placed(room, part) for room, part in zip(rooms, made, strict=True)]
+            return cast(T, tuple(parts)) if type(made) is tuple else type(made)(*parts)
+
+        return self.ask(tell)
+
+    def ask(self, work: Callable[[], A]) -> A:
+        told: list[A] = []
         failures: list[Exception] = []
 
         def tell() -> None:
             try:
-                made = work(*map(self._here, arguments))
-                parts = [self._placed(room, part) for room, part in zip(rooms, made, strict=True)]
-                told.append(cast(T, tuple(parts)) if type(made) is tuple else type(made)(*parts))
+                told.append(work())
             except Exception as error:  # noqa: BLE001 - raised below, on the thread that has to know
                 failures.append(error)
             self._seen.copy_(self._status, non_blocking=True)
@@ -178,6 +193,11 @@ class DeviceQueue(OrderedQueue):
         if failures:
             raise failures[0]
         return told[0]
+
+    def watch(self, status: Tensor) -> Tensor:
+        seen = self._device.pinned(torch.zeros(status.shape, dtype=status.dtype))
+        self._watched.append((status, seen))
+        return seen
 
     def _here(self, argument: Any) -> Any:
         is_away = isinstance(argument, Tensor) and argument.device != self._device.torch_device
@@ -266,8 +286,9 @@ class DeviceQueue(OrderedQueue):
                 gone = tuple(rank for rank in self._gone() if rank != self._rank)
                 if gone and not self._lost:
                     self._lost = gone
-                    # Waits look at the status, and end when another has failed.
-                    self._aside.submit(lambda: self._status[:1].fill_(1))
+                    # Waits look at their status, and end when another has failed.
+                    for status, _ in self._watched:
+                        self._aside.submit(functools.partial(status[:1].fill_, 1))
 
     def _check(self) -> None:
         """Raises what a wait on the device has failed with, as far as the host has been told."""
@@ -288,7 +309,15 @@ class DeviceQueue(OrderedQueue):
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def claim(self, block: _C.Block) -> None:
-        for event in self._returns.claim(block.address, block.address + block.nbytes):
+        self.come_after(self._returns.claim(block.address, block.address + block.nbytes))
+
+    def end_of_use(self) -> Callable[[], tuple[Event, ...]]:
+        device, stream = self._device, self._device.current_stream()
+        # In a capture what follows comes after its stream's work anyhow, and marks mean nothing outside.
+        return lambda: () if device.is_capturing() else events_of(stream, device.current_stream)
+
+    def come_after(self, events: Iterable[Event]) -> None:
+        for event in events:
             self._stream.wait(event)
 
     def claim_for_caller(self, block: _C.Block) -> None:

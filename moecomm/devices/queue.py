@@ -7,7 +7,7 @@ later than it is given, and so has to be put in order.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from moecomm.kernels.base import RowKernels
 
 __all__ = ["OrderedQueue", "Queue", "Rooms", "Tensors"]
 
+A = TypeVar("A")
 T = TypeVar("T", bound=tuple[Any, ...])
 Tensors = tuple[Tensor, ...]
 Rooms = tuple[Tensor | None, ...]
@@ -116,6 +117,33 @@ class OrderedQueue(Queue):
             PeerTimeout, PeerLost: earlier work has waited in vain for the peers' devices. All that it was to bring is
                 of no use, and neither is the communicator: what the devices' counters say is no longer known.
         """
+
+    @abc.abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether what the caller's current stream is given, and so the work of a call that begins, is a graph's."""
+
+    @abc.abstractmethod
+    def ask(self, work: Callable[[], A]) -> A:
+        """Does work for which the host waits; gives what it gives, raises what it raises."""
+
+    @abc.abstractmethod
+    def watch(self, status: Tensor) -> Tensor:
+        """Gives a host tensor that shows a status on the device as it was when a call's work ended; 0 at first.
+
+        Whoever waits on the device looks at the first word of its status, and gives up if it is not 0; so it becomes
+        when peers are found to be gone.
+        """
+
+    @abc.abstractmethod
+    def end_of_use(self) -> Callable[[], tuple[Any, ...]]:
+        """Gives, once the tensors of a call that begins now are dead, the events after which nobody uses them.
+
+        It refers to no queue, and may be called in any thread.
+        """
+
+    @abc.abstractmethod
+    def come_after(self, events: Iterable[Any]) -> None:
+        """What follows comes after events."""
 
     @abc.abstractmethod
     def room(self, call: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

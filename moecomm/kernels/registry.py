@@ -11,12 +11,14 @@ from importlib import import_module
 from typing import Any, cast
 
 from moecomm.kernels.base import RowKernels
+from moecomm.kernels.captured import CapturedKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.experts import ExpertKernels
 from moecomm.kernels.signals import SignalKernels
 
 __all__ = [
     "available_kernels",
+    "captured_kernels_for",
     "chosen_eager_kernels",
     "chosen_kernels",
     "eager_kernels_for",
@@ -35,6 +37,9 @@ _KNOWN_EAGER = {
     "cpu": ("moecomm.kernels.cpu_eager", "CpuEagerKernels"),
     "reference": ("moecomm.kernels.reference_eager", "ReferenceEagerKernels"),
     "triton": ("moecomm.kernels.triton.eager", "TritonEagerKernels"),
+}
+_KNOWN_CAPTURED = {
+    "triton": ("moecomm.kernels.triton.captured", "TritonCapturedKernels"),
 }
 _KNOWN_SIGNALS = {
     "triton": ("moecomm.kernels.triton.stream_signals", "TritonSignalKernels"),
@@ -83,6 +88,11 @@ def expert_kernels_for(name: str) -> ExpertKernels:
         ImportError: a package that it needs is missing.
     """
     return cast(ExpertKernels, _make(name, _KNOWN_EXPERTS))
+
+
+def captured_kernels_for(name: str) -> CapturedKernels:
+    """Low-latency calls that a device makes by itself; as `kernels_for`, of which only "triton" has them."""
+    return cast(CapturedKernels, _make(name, _KNOWN_CAPTURED))
 
 
 def signal_kernels_for(name: str) -> SignalKernels:

@@ -57,6 +57,35 @@ def test_refused_calls_leave_the_devices_in_step():
     launch(refuse_and_go_on, 2, timeout=60)
 
 
+def lag_behind(group):
+    """A device that is still summing a peer's rows when the peer, after calls that it has refused, sends others."""
+    device = LateDevice(0.4 * group.rank)
+    with Communicator(group, **SIZES, transport="local", device=device, memory_limit=1 << 21) as comm:
+        x, ids = rows_of(comm.rank)
+        # Autograd records the calls, so that the hosts count them.
+        received = comm.dispatch(x.clone().requires_grad_(), ids, mode="low_latency")
+        rows = received.x.detach().clone().requires_grad_()
+        wrong = (x[:1] if comm.rank == 0 else rows.detach()).clone().requires_grad_()
+        others = (rows * 5).detach().requires_grad_()
+        caller = LateStream(device.failures)
+        with device.using(caller):
+            home = comm.combine(rows, received.handle)
+            for _ in range(3):
+                with pytest.raises((ValueError, PeerFailed), match="y has 1 rows"):
+                    comm.combine(wrong, received.handle)
+            works = [comm.combine_async(others, received.handle) for _ in range(2)]
+            later = [work.wait() for work in works]
+        caller.synchronize()
+        assert torch.equal(home, 3 * x)
+        assert all(torch.equal(one, 15 * x) for one in later)
+    caller.end()
+    device.end()
+
+
+def test_memory_that_a_late_device_reads_is_not_written_to_after_failures():
+    launch(lag_behind, 2, timeout=100)
+
+
 class Silent(DeviceQueue):
     """Does its work; from call 2 on rank 1 tells nobody but itself."""
 

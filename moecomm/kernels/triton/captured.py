@@ -9,12 +9,13 @@ how the ranks keep in step. What goes wrong stops the later kernels and stays on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from moecomm.kernels.base import weights_dtype
+from moecomm.kernels.captured import CapturedMemory
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured_blocks import CapturedBlock, Placed, make_block
 from moecomm.kernels.triton.captured_calls import InFlight
@@ -23,30 +24,18 @@ from moecomm.kernels.triton.captured_messages import count_messages, message_lay
 from moecomm.kernels.triton.captured_plan import plan_messages
 from moecomm.kernels.triton.captured_rows import place_rows, route_messages
 from moecomm.kernels.triton.captured_send import Batch, send_messages
-from moecomm.kernels.triton.captured_state import NUM_SLOTS, check_control, make_control, windows_for
+from moecomm.kernels.triton.captured_state import (
+    NUM_SLOTS,
+    check_control,
+    failure_of,
+    make_control,
+    windows_for,
+)
 from moecomm.kernels.triton.captured_zeros import zero_rows
 from moecomm.kernels.triton.runtime import alignment_of, check_device
 from moecomm.kernels.triton.signals import board_bytes
 
-__all__ = ["CapturedExchange", "CapturedMemory", "captured_memory"]
-
-
-class CapturedMemory(NamedTuple):
-    """Bytes of memory that every rank gives to all, beginning at multiples of 64, zero at first.
-
-    Attributes:
-        board: lanes.
-        message: of one message; `windows` has room for `windows_for(max_in_flight)` calls of R of them.
-        windows: where messages arrive.
-        output: of the rows of one combine; `outputs` has room for as many of them.
-        outputs: where peers read rows.
-    """
-
-    board: int
-    message: int
-    windows: int
-    output: int
-    outputs: int
+__all__ = ["CapturedExchange", "TritonCapturedKernels", "captured_memory"]
 
 
 def captured_memory(
@@ -266,6 +255,15 @@ class CapturedExchange:
         routes = placed.routes[: shape[0]]
         pull_sums(self.control, placed.combined, out, routes, outputs or self._outputs, topk_weights)
 
+    @property
+    def status(self) -> Tensor:
+        """`[4 + R]` int64: its first word is 0 unless something has gone wrong."""
+        return self.control.status
+
+    def failure(self) -> Exception | None:
+        """What `check` would raise; it is not forgotten. Waits for the work given so far."""
+        return failure_of(self.control, num_topk=self.max_topk, describe=self._describe)
+
     def check(self) -> None:
         """Waits for the work given so far and raises what has stopped it; nothing was written since, on any rank.
 
@@ -300,3 +298,11 @@ class CapturedExchange:
             )
         if weights is not None and (weights.shape != topk_idx.shape or not weights.is_contiguous()):
             raise ValueError(f"topk_weights is {list(weights.shape)}; wanted contiguous {list(topk_idx.shape)}")
+
+
+@final
+class TritonCapturedKernels:
+    """See `moecomm.kernels.captured.CapturedKernels`."""
+
+    memory = staticmethod(captured_memory)
+    make = CapturedExchange

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moecomm.errors import CallMismatch, CapacityExceeded
+from moecomm.errors import CallMismatch, CapacityExceeded, PeerTimeout
 from moecomm.kernels.triton.lanes import EXPECTED, FAILED
 from moecomm.kernels.triton.signals import make_status, raise_if_behind
 
@@ -30,6 +30,7 @@ __all__ = [
     "Control",
     "Operation",
     "check_control",
+    "failure_of",
     "make_control",
     "report_fault",
     "windows_for",
@@ -133,6 +134,36 @@ def report_fault(
     tl.store(status + FAILED, KIND)
 
 
+def failure_of(
+    control: Control, *, num_topk: int, describe: Callable[[int], str] = lambda rank: f"rank {rank}"
+) -> Exception | None:
+    """Waits for the work given so far; gives what has stopped it, see `check_control`."""
+    words: list[int] = control.status.tolist()
+    kind = words[FAILED.value]
+    if kind == 0:
+        return None
+    if kind > 0:
+        try:
+            raise_if_behind(control.status, f"{OPERATIONS[kind - 1]} #{words[EXPECTED.value] - 1}", describe=describe)
+        except PeerTimeout as error:
+            return error
+    slot, ticket, first, second, third = control.fault.tolist()
+    operation = f"{OPERATIONS[slot]} #{ticket - 1}"
+    if kind == MISMATCH.value:
+        return CallMismatch(
+            f"{operation}: what {describe(first)} has sent is of another form than what rank {control.rank} expects",
+            operation=operation,
+            peers=(first,),
+        )
+    if kind == OVERFLOW.value:
+        return CapacityExceeded(
+            f"{operation}: {second} rows for expert (slab) or rank {first}, but there is room for {third}; "
+            "give a larger capacity"
+        )
+    t, k = divmod(second, num_topk)
+    return ValueError(f"{operation}: topk_idx[{t}, {k}] = {third} of {describe(first)} is not an expert")
+
+
 def check_control(
     control: Control, *, num_topk: int, describe: Callable[[int], str] = lambda rank: f"rank {rank}"
 ) -> None:
@@ -144,25 +175,9 @@ def check_control(
         ValueError: an id was none.
         CallMismatch: ranks made calls of different forms; this lasts.
     """
-    words: list[int] = control.status.tolist()
-    kind = words[FAILED.value]
-    if kind == 0:
+    failure = failure_of(control, num_topk=num_topk, describe=describe)
+    if failure is None:
         return
-    if kind > 0:
-        raise_if_behind(control.status, f"{OPERATIONS[kind - 1]} #{words[EXPECTED.value] - 1}", describe=describe)
-    slot, ticket, first, second, third = control.fault.tolist()
-    operation = f"{OPERATIONS[slot]} #{ticket - 1}"
-    if kind == MISMATCH.value:
-        raise CallMismatch(
-            f"{operation}: what {describe(first)} has sent is of another form than what rank {control.rank} expects",
-            operation=operation,
-            peers=(first,),
-        )
-    control.status[FAILED.value].zero_()
-    if kind == OVERFLOW.value:
-        raise CapacityExceeded(
-            f"{operation}: {second} rows for expert (slab) or rank {first}, but there is room for {third}; "
-            "give a larger capacity"
-        )
-    t, k = divmod(second, num_topk)
-    raise ValueError(f"{operation}: topk_idx[{t}, {k}] = {third} of {describe(first)} is not an expert")
+    if isinstance(failure, ValueError):
+        control.status[FAILED.value].zero_()
+    raise failure

@@ -1,0 +1,212 @@
+"""Algorithm `captured` (low latency on a device): as `eager`, by kernels alone, so that a graph can hold the calls.
+
+dispatch   send      ids, weights and rows to everybody's window, a signal
+           receive   wait for all signals, count, plan, rows to their places
+combine    send      rows to where peers read them, a signal
+           receive   wait for all signals, read my tokens' rows and sum them
+
+No number that changes between calls is the host's, nobody waits for a host, and no message goes from host to host. What
+the host must know all the same (autograd records the call, or a compiler has traced it) goes the way of `eager`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moecomm.algorithms.base import Algorithm
+from moecomm.algorithms.calls import Call
+from moecomm.algorithms.captured_blocks import BlockPool, Lease
+from moecomm.algorithms.captured_calls import CapturedCombine, CapturedDispatch
+from moecomm.algorithms.device_calls import DeviceCalls
+from moecomm.algorithms.eager import Eager
+from moecomm.algorithms.eager_sizes import EagerForm, EagerSizes
+from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.routing import Routing
+from moecomm.algorithms.signature import Operation
+from moecomm.codecs.base import RowFormat
+from moecomm.devices.base import AsynchronousDevice
+from moecomm.devices.queue import OrderedQueue
+from moecomm.kernels.captured import CapturedCalls, CapturedMemory
+
+__all__ = ["Captured"]
+
+_VALUE_BYTES = 8
+_WIDTHS = (8, 4, 2)  # of the widest number, as memory allows
+
+
+class Captured(Algorithm):
+    """The low-latency exchange of a device. Construction is collective.
+
+    Arguments:
+        exchange: what calls share; it is given `device_calls`, and what makes them.
+        sizes: the fixed shapes.
+        max_in_flight: calls that may be begun and not waited for.
+        timeout: seconds that one wait on the device may last.
+
+    Attributes:
+        queue: of the exchange.
+        placement: which rank hosts which expert.
+        kernels: make the calls.
+        pool: blocks for what arrives.
+    """
+
+    name = "captured"
+
+    def __init__(self, exchange: Exchange, sizes: EagerSizes, max_in_flight: int, timeout: float) -> None:
+        device, queue = exchange.device, exchange.queue
+        assert isinstance(device, AsynchronousDevice)
+        assert isinstance(queue, OrderedQueue)
+        self._exchange = exchange
+        self._device = device
+        self.queue = queue
+        self.placement = exchange.placement
+        self._refusal = ""
+        self._sizes, needed, total = self._fitting(sizes, max_in_flight)
+        most = exchange.smallest_limit // 4
+        if total > most:
+            # All exists at once there, and who never makes such a call should not pay for it.
+            self._refusal = (
+                f"mode 'low_latency' would take {total} bytes of {device.kind} memory for windows of "
+                f"max_tokens_per_rank={sizes.max_tokens_per_rank} tokens, and may take {most}, a quarter of the "
+                "memory_limit; construct the Communicator with a smaller max_tokens_per_rank or a larger memory_limit"
+            )
+            needed = needed._replace(message=0, windows=0, output=0, outputs=0)
+        self._output_bytes = needed.output
+        self.kernels = self._make_kernels(needed, max_in_flight, timeout)
+        exchange.device_calls = DeviceCalls(queue, self.kernels, exchange.transport, timeout)
+        exchange.captured = self.kernels
+        if not self._refusal:
+            self._hosted = Eager(exchange, self._sizes, max_in_flight)
+            self.pool = BlockPool(exchange, queue, self.kernels)
+            exchange.memory.reclaim = self.pool.release
+
+    def _fitting(self, sizes: EagerSizes, max_in_flight: int) -> tuple[EagerSizes, CapturedMemory, int]:
+        """Sizes for the widest numbers for which there is memory, what kernels need for them, and bytes in all."""
+        exchange = self._exchange
+        num_ranks = exchange.transport.num_ranks
+        for widest in _WIDTHS:
+            found = sizes.narrowed(widest)
+            needed = self._device.captured_kernels().memory(
+                num_ranks=num_ranks,
+                max_in_flight=max_in_flight,
+                max_tokens_per_rank=found.max_tokens_per_rank,
+                num_topk=found.max_topk,
+                row_bytes=found.row_bytes,
+                value_bytes=_VALUE_BYTES,
+                num_rows=found.output_rows,
+            )
+            total = needed.windows + needed.outputs + 2 * max_in_flight * num_ranks * found.window_bytes
+            if total <= exchange.smallest_limit // 4:
+                break
+        return found, needed, total
+
+    def _make_kernels(self, needed: CapturedMemory, max_in_flight: int, timeout: float) -> CapturedCalls:
+        exchange, transport = self._exchange, self._exchange.transport
+        ranks = range(transport.num_ranks)
+
+        def everybodys(nbytes: int) -> list[int]:
+            if not nbytes:
+                return [0] * len(ranks)
+            region = transport.allocate_on(self._device, nbytes)
+            return [transport.peer(region, rank) or 0 for rank in ranks]
+
+        boards, windows = everybodys(needed.board), everybodys(needed.windows)
+        make = functools.partial(
+            self._device.captured_kernels().make,
+            exchange.rank,
+            boards=boards,
+            windows=windows,
+            outputs=everybodys(needed.outputs),
+            message_bytes=needed.message,
+            output_bytes=needed.output,
+            expert_rank=exchange.expert_rank,
+            expert_local=exchange.expert_local,
+            max_tokens_per_rank=self._sizes.max_tokens_per_rank,
+            max_in_flight=max_in_flight,
+            timeout_ns=int(timeout * 1e9),
+            describe=lambda rank: f"the device of {transport.describe_peer(rank)}",
+        )
+        return self.queue.ask(make)
+
+    # -- what calls share --------------------------------------------------------------------------------------------
+
+    def form(self, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None) -> EagerForm:
+        """What a dispatch brings here."""
+        value_bytes = 0 if topk_weights is None else topk_weights.element_size()
+        num_topk = routing.topk_idx.shape[1]
+        return self._sizes.form(
+            routing.layout, routing.capacity, routing.expert_alignment, row_format, num_topk, value_bytes
+        )
+
+    def view(self, lease: Lease) -> Callable[[int, torch.dtype, Sequence[int]], torch.Tensor]:
+        """Gives tensors of an address, dtype and shape, which keep the lease."""
+        device = self._device
+        return lambda address, dtype, shape: device.view(address, lease, dtype, shape)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def check_size(self, num_tokens: int) -> None:
+        if self._refusal:
+            raise ValueError(self._refusal)
+        self._sizes.check(num_tokens)
+
+    def check_rows(self, layout: str, capacity: int, row_format: RowFormat) -> None:
+        row_bytes, most = row_format.row_bytes, self._sizes.row_bytes
+        if row_bytes > most:
+            raise ValueError(
+                f"rows of {row_format.dtype} have {row_bytes} bytes; a quarter of the memory_limit has windows for "
+                f"rows of {most} bytes; construct the Communicator with a smaller max_tokens_per_rank or a larger "
+                "memory_limit"
+            )
+        rows = capacity * self._sizes.max_local_experts if layout == "slab" else capacity
+        if rows * row_bytes > self._output_bytes:
+            raise ValueError(
+                f"{rows} rows of {row_bytes} bytes are received, and combine can send {self._output_bytes} bytes; give "
+                "a smaller expert_alignment"
+            )
+
+    def capacity(self, layout: str, expert_alignment: int) -> int:
+        return self._sizes.rows(layout, expert_alignment)
+
+    def is_by_device(self, routing: Routing | None, *, is_hosted: bool) -> bool:
+        return not is_hosted and (routing is None or routing.on_device is not None)
+
+    def begin_dispatch(
+        self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
+    ) -> Call:
+        known = None if routing.routes is None else routing
+        if not self.is_by_device(known, is_hosted=routing.is_hosted):
+            return self._hosted.begin_dispatch(x, routing.known_to_host(), row_format, topk_weights)
+        try:
+            dispatch = CapturedDispatch(self, x, routing, row_format, topk_weights)
+        except Exception as error:  # there is no block
+            self._exchange.refuse_by_device(Operation.EAGER_DISPATCH, error)
+            raise
+        return self._exchange.begin_by_device(dispatch)
+
+    def begin_combine(
+        self,
+        y: torch.Tensor,
+        routing: Routing,
+        row_format: RowFormat,
+        *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,
+        may_change: bool,
+        per_host: bool = False,
+    ) -> Call:
+        known = routing.on_device
+        if known is None or routing.is_hosted or values is not None:
+            return self._hosted.begin_combine(
+                y,
+                routing.known_to_host(),
+                row_format,
+                topk_weights=topk_weights,
+                values=values,
+                may_change=may_change,
+            )
+        self._exchange.memory.num_copies += 1
+        return self._exchange.begin_by_device(CapturedCombine(self, y, known, routing, row_format, topk_weights))

@@ -1,0 +1,179 @@
+"""Blocks for the rows of low-latency dispatches that the device makes by itself.
+
+A block stays what it is once it is made: memory, and on the device what kernels know of it, such as which rows hold
+something. So it is zeroed once, and used again for calls of the same form as soon as nobody has tensors of it.
+
+A graph writes to the same addresses whenever it is replayed, so a block that was used in a capture serves no other
+calls than those of captures from then on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moecomm import _C
+from moecomm.algorithms.eager_sizes import EagerForm
+from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.fixed_blocks import Watch, watched
+from moecomm.codecs.base import RowFormat
+from moecomm.devices.base import Event
+from moecomm.devices.queue import OrderedQueue
+from moecomm.devices.views import Placed, tensor_of
+from moecomm.kernels.captured import CapturedCalls
+from moecomm.kernels.eager import Form
+
+__all__ = ["BlockPool", "Lease"]
+
+_Key = tuple[Form, tuple[int, ...]]
+
+
+class _Kept:
+    """One block.
+
+    Attributes:
+        memory: of rows and weights.
+        captured: the kernels' block.
+        for_graphs: it was used in a capture.
+        watches: what shows whether somebody has written to the tensors given out last.
+        events: after which it may be written to.
+    """
+
+    __slots__ = ("captured", "events", "for_graphs", "memory", "watches")
+
+    def __init__(self, memory: _C.Block, captured: Any) -> None:
+        self.memory = memory
+        self.captured = captured
+        self.for_graphs = False
+        self.watches: tuple[Watch, ...] = ()
+        self.events: tuple[Event, ...] = ()
+
+
+class _Idle(NamedTuple):
+    """Blocks of one form that nobody uses. Tensors die anywhere, so nothing here takes a lock."""
+
+    others: deque[_Kept]
+    graphs: deque[_Kept]
+
+
+class Lease:
+    """What the tensors of a block, and handles of its rows, keep alive.
+
+    Arguments:
+        kept: the block.
+        idle: where it goes when this dies.
+        end_of_use: gives the events after which it is free; called once, in any thread.
+
+    Attributes:
+        captured: the kernels' block.
+        memory: of rows and weights.
+    """
+
+    __slots__ = ("_end_of_use", "_idle", "_kept", "captured", "memory")
+
+    def __init__(self, kept: _Kept, idle: _Idle, end_of_use: Callable[[], tuple[Event, ...]]) -> None:
+        self._kept = kept
+        self._idle = idle
+        self._end_of_use = end_of_use
+        self.captured = kept.captured
+        self.memory = kept.memory
+
+    def give_out(
+        self, view: Callable[[torch.dtype, int, Sequence[int]], torch.Tensor], form: EagerForm, row_format: RowFormat
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and weights, once the block is filled; torch counts the writes to them."""
+
+        def make() -> tuple[torch.Tensor, torch.Tensor | None]:
+            placed = Placed(view)
+            x = row_format.decode(placed, form.block.offsets, *form.shape)
+            value_bytes = form.kernel.value_bytes
+            if not value_bytes:
+                return x, None
+            dtype = torch.float64 if value_bytes == 8 else torch.float32
+            return x, tensor_of(placed, dtype, form.block.offsets[1], form.shape)
+
+        given, self._kept.watches = watched(make)
+        return given
+
+    def is_intact(self) -> bool:
+        """Whether nobody has written to the tensors that were given out before; asked once."""
+        watches, self._kept.watches = self._kept.watches, ()
+        return all(watch.is_intact() for watch in watches)
+
+    def __del__(self) -> None:
+        kept = self._kept
+        kept.events = self._end_of_use()
+        (self._idle.graphs if kept.for_graphs else self._idle.others).append(kept)
+
+
+class BlockPool:
+    """The blocks of one communicator.
+
+    Arguments:
+        exchange: what calls share.
+        queue: of it.
+        kernels: that fill the blocks.
+    """
+
+    def __init__(self, exchange: Exchange, queue: OrderedQueue, kernels: CapturedCalls) -> None:
+        self._memory = exchange.memory
+        self._queue = queue
+        self._kernels = kernels
+        self._me = exchange.transport.describe_peer(exchange.rank)
+        self._idle: dict[_Key, _Idle] = {}
+
+    def lease(self, form: EagerForm) -> Lease:
+        """A block for a call that is about to begin on the caller's current stream, to be cleaned by its work.
+
+        Raises:
+            MemoryLimitExceeded: there is no memory for one more.
+            ValueError: one would have to be made while a graph is captured.
+        """
+        idle = self._idle.setdefault((form.kernel, form.shape), _Idle(deque(), deque()))
+        kept = self._captured(idle) if self._queue.is_capturing() else self._ready(idle, form)
+        return Lease(kept, idle, self._queue.end_of_use())
+
+    def clean(self, lease: Lease) -> None:
+        """Zeroes the block if somebody has written to what was given out of it; work of the call that begins."""
+        if lease.is_intact():
+            return
+        memory, used = lease.memory, lease.captured.placed.arrived.used
+        self._queue.set_bytes(memory.address, memory.nbytes, 0)
+        self._queue.run(used.zero_)
+
+    def release(self) -> None:
+        """Gives the memory of idle blocks back, but for those of graphs."""
+        for idle in self._idle.values():
+            while idle.others:
+                # Whatever comes there next is written to on our stream, or claimed behind our stream's work.
+                self._queue.come_after(idle.others.popleft().events)
+
+    def _captured(self, idle: _Idle) -> _Kept:
+        if not idle.graphs and not idle.others:
+            raise ValueError(
+                "mode 'low_latency': no block is free for what a dispatch in a graph brings. Make the same calls once "
+                "before the capture, and let go of what they gave, or of what other graphs of such calls gave"
+            )
+        kept = idle.graphs.popleft() if idle.graphs else idle.others.popleft()
+        kept.for_graphs = True
+        return kept
+
+    def _ready(self, idle: _Idle, form: EagerForm) -> _Kept:
+        if not idle.others:
+            return self._made(form)
+        kept = idle.others.popleft()
+        self._queue.come_after(kept.events)
+        return kept
+
+    def _made(self, form: EagerForm) -> _Kept:
+        nbytes = form.block.nbytes
+        memory = self._memory.allocate(nbytes)
+        if memory is None:
+            raise self._memory.exceeded("low-latency dispatch", self._me, nbytes, self._memory.limit)
+        self._queue.set_bytes(memory.address, nbytes, 0)
+        rows = memory.address
+        values = rows + form.block.offsets[1] if form.kernel.value_bytes else 0
+        return _Kept(memory, self._queue.ask(lambda: self._kernels.block(form.kernel, rows, values)))

@@ -1,0 +1,134 @@
+"""Calls of communicators that are captured and replayed with new contents, beside the native kernels.
+
+What a graph does is done here by keeping the launches and making them again. On a GPU see test_cuda_graph.py.
+"""
+
+import gc
+from datetime import timedelta
+
+import pytest
+import torch
+from captured_replay import recorded, replay
+from late_device import LateDevice
+from late_ranks import SIZES
+
+from moecomm import Communicator
+from moecomm.devices.base import DeviceIdentity
+from moecomm.kernels.base import weights_dtype
+from moecomm.testing import launch, masked
+from moecomm.testing.compare import assert_bitwise_equal
+from moecomm.testing.contracts.cases import random_rows
+
+NAMES = ("0", "1", "2", "3")
+TOKENS = (4, 0, 7, 3)
+
+
+class Tensors:
+    """What a graph reads: the same memory each time."""
+
+    def __init__(self, num_tokens, dtype):
+        self.x = torch.zeros(num_tokens, 24, dtype=dtype)
+        self.ids = torch.full((num_tokens, 3), -1)
+        self.weights = torch.zeros(num_tokens, 3, dtype=weights_dtype(dtype))  # converted ones are not replayed here
+
+    def fill(self, rank, step):
+        num_tokens = len(self.x)
+        self.x.copy_(random_rows((num_tokens, 24), self.x.dtype, f"{step} {rank}"))
+        self.ids.copy_(masked(num_tokens, 6, 3, seed=10 * step + rank))
+        weights = torch.rand(num_tokens, 3, generator=torch.Generator().manual_seed(step))
+        self.weights.copy_(weights.masked_fill(self.ids < 0, 0))
+
+
+def pair(comm, given, options, capture=None):
+    """A dispatch, the experts, a combine; with `capture` what makes it all again is appended to that."""
+    launches = capture or (lambda: _Nothing())
+    with launches() as first:
+        received = comm.dispatch(given.x, given.ids, given.weights, mode="low_latency", **options)
+    y = torch.empty_like(received.x)
+    torch.mul(received.x, 2, out=y)
+    with launches() as second:
+        home = comm.combine(y, received.handle, topk_weights=given.weights)
+    return received, home, (first, lambda: torch.mul(received.x, 2, out=y), second)
+
+
+class _Nothing:
+    def __enter__(self):
+        return []
+
+    def __exit__(self, *_):
+        """Nothing is kept."""
+
+
+def replay_all(group, layout, dtype):
+    device = LateDevice(identity=DeviceIdentity(str(group.rank), NAMES), looks=False)
+    options = {"layout": layout} | ({"expert_alignment": 2} if layout == "expert_major" else {})
+    given = Tensors(TOKENS[group.rank], dtype)
+
+    class Capture:
+        def __enter__(self):
+            self._parts = (recorded(), device.capturing())
+            launches = self._parts[0].__enter__()
+            self._parts[1].__enter__()
+            return launches
+
+        def __exit__(self, *error):
+            for part in reversed(self._parts):
+                part.__exit__(*error)
+
+    limits = {"timeout": timedelta(seconds=60), "memory_limit": 1 << 22}
+    with (
+        Communicator(group, **(SIZES | limits), transport="nvlink", device=device) as comm,
+        Communicator(group, **(SIZES | limits), transport="shm") as native,
+    ):
+        given.fill(group.rank, 0)
+        pair(comm, given, options)  # so that there is a block
+        gc.collect()
+        received, home, (dispatch, experts, combine) = pair(comm, given, options, Capture)
+        assert len(dispatch) > 5
+        assert len(combine) > 2
+        for step in range(1, 6):
+            given.fill(group.rank, step)
+            group.all_gather(None)
+            replay(dispatch)
+            experts()
+            replay(combine)
+            if step == 3:  # between replays, calls of all kinds
+                comm.check()
+                apart, sums, _ = pair(comm, given, options)
+                assert_bitwise_equal(sums, home, "beside the graph")
+                assert apart.x.data_ptr() != received.x.data_ptr()
+                there = comm.dispatch(given.x, given.ids)
+                comm.combine(there.x, there.handle)
+            comm.check()
+            wanted, expected, _ = pair(native, given, options)
+            for name in ("x", "topk_weights", "num_tokens_per_expert", "offsets"):
+                want = getattr(wanted, name)
+                if want is not None:
+                    assert_bitwise_equal(getattr(received, name), want, f"replay {step}: {name}")
+            assert_bitwise_equal(home, expected, f"replay {step}: sums")
+            assert torch.equal(received.handle.routes, wanted.handle.routes)
+            del wanted, expected
+        if group.rank == 0:
+            given.ids[0, 0] = 6
+        group.all_gather(None)
+        replay(dispatch)
+        replay(combine)
+        with pytest.raises(ValueError, match=r"topk_idx\[0, 0\] = 6 of the device of .*rank 0"):
+            comm.check()
+        group.all_gather(None)
+        given.fill(group.rank, 9)
+        replay(dispatch)
+        experts()
+        replay(combine)
+        comm.check()
+        wanted, expected, _ = pair(native, given, options)
+        assert_bitwise_equal(home, expected, "behind the error")
+    device.end()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "dtype"),
+    [(1, "slab", torch.float64), (3, "slab", torch.bfloat16), (2, "expert_major", torch.float32)],
+)
+def test_replays_give_the_native_bits(num_ranks, layout, dtype):
+    launch(replay_all, num_ranks, layout, dtype, backend="processes", timeout=300)

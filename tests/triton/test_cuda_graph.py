@@ -1,0 +1,121 @@
+"""CUDA graphs of a dispatch, experts and a combine, replayed with new contents. Needs one GPU; run this file by itself.
+
+TRITON_INTERPRET=0 pytest tests/triton/test_cuda_graph.py
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from late_ranks import SIZES
+
+from moecomm import Communicator
+from moecomm.testing import launch, masked
+from moecomm.testing.compare import assert_bitwise_equal
+from moecomm.testing.contracts.cases import random_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets: run this file by itself"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+LAYOUTS = {"slab": {}, "expert_major": {"layout": "expert_major", "expert_alignment": 4}}
+TOKENS = (5, 8, 0)
+
+
+def contents(rank, step, dtype):
+    num_tokens = TOKENS[rank]
+    ids = masked(num_tokens, 6, 3, seed=10 * step + rank)
+    weights = torch.rand(num_tokens, 3, generator=torch.Generator().manual_seed(step)).masked_fill(ids < 0, 0)
+    return random_rows((num_tokens, 24), dtype, f"{step} {rank}"), ids, weights
+
+
+def pair(comm, x, ids, weights, options, meet=lambda: None):
+    """A dispatch, experts and a combine; ranks `meet` between what sends and what waits."""
+    work = comm.dispatch_async(x, ids, weights, mode="low_latency", **options)
+    meet()
+    received = work.wait()
+    y = received.x * 2
+    meet()
+    work = comm.combine_async(y, received.handle, topk_weights=weights)
+    meet()
+    return received, work.wait()
+
+
+def capture_and_replay(group, transport, index, dtype, layout):
+    options = LAYOUTS[layout]
+
+    def meet():
+        torch.cuda.synchronize()
+        group.all_gather(None)
+
+    with (
+        torch.cuda.device(index),
+        Communicator(group, **SIZES, transport=transport, device="cuda", memory_limit=1 << 24) as comm,
+        Communicator(group, **SIZES) as native,
+    ):
+        given = [tensor.cuda() for tensor in contents(group.rank, 0, dtype)]
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            pair(comm, *given, options, meet)  # in step, for a kernel that is loaded may wait for those that run
+        meet()
+        graph = torch.cuda.CUDAGraph()
+        for turn in range(group.size):
+            if turn == group.rank:
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    received, home = pair(comm, *given, options)
+            group.all_gather(None)
+        for step in range(1, 9):
+            new = contents(group.rank, step, dtype)
+            for kept, tensor in zip(given, new, strict=True):
+                kept.copy_(tensor)
+            meet()
+            with torch.cuda.stream(stream):
+                graph.replay()
+            comm.check()
+            wanted, expected = pair(native, *new, options)
+            for name in ("x", "topk_weights", "num_tokens_per_expert"):
+                assert_bitwise_equal(getattr(received, name).cpu(), getattr(wanted, name), f"replay {step}: {name}")
+            assert_bitwise_equal(home.cpu(), expected, f"replay {step}: sums")
+            if step % 3 == 0:  # other calls in between
+                with torch.cuda.stream(stream):
+                    _, again = pair(comm, *given, options, meet)
+                    there = comm.dispatch(given[0], given[1])
+                    comm.combine(there.x, there.handle)
+                assert_bitwise_equal(again.cpu(), expected, "beside the graph")
+        if group.rank == 0:
+            given[1][0, 0] = 99
+        meet()
+        with torch.cuda.stream(stream):
+            graph.replay()
+        with pytest.raises(ValueError, match=r"topk_idx\[0, 0\] = 99 of the device of .*rank 0"):
+            comm.check()
+        meet()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_threads_on_one_gpu(num_ranks, dtype, layout):
+    launch(capture_and_replay, num_ranks, "local", 0, dtype, layout, timeout=200)
+
+
+needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy")
+
+
+@needs_cupy
+def test_processes_on_one_gpu():
+    launch(capture_and_replay, 2, "nvlink", 0, torch.bfloat16, "slab", backend="processes", timeout=200)
+
+
+def on_gpus(group, dtype, layout):
+    capture_and_replay(group, "nvlink", group.rank, dtype, layout)
+
+
+@needs_cupy
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_processes_on_several_gpus(num_ranks):
+    if torch.cuda.device_count() < num_ranks or not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip(f"needs {num_ranks} GPUs with peer access")
+    launch(on_gpus, num_ranks, torch.bfloat16, "slab", backend="processes", timeout=200)
