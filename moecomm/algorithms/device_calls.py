@@ -22,7 +22,7 @@ from moecomm.algorithms.signature import Operation
 from moecomm.devices.queue import OrderedQueue
 from moecomm.errors import CommunicatorClosed, PeerFailed
 from moecomm.kernels.captured import CapturedCalls
-from moecomm.transports.base import Transport, WaitOutcome
+from moecomm.transports.base import Transport
 
 __all__ = ["DeviceCalls", "DeviceJob"]
 
@@ -155,8 +155,9 @@ class DeviceCalls:
         self._agree()
         try:
             self._queue.ask(self._kernels.check)
-        finally:
-            self._seen.zero_()
+        except Exception as error:
+            self._words[0] = 0 if isinstance(error, ValueError) else 1  # a ValueError is forgotten, all else lasts
+            raise
 
     def ask(self, work: Callable[[], A]) -> A:
         """What work on the device gives; the host waits for it, and for all before."""
@@ -179,11 +180,10 @@ class DeviceCalls:
         transport = self._transport
         if transport.total(LANE_REFUSED) == self._num_agreed * transport.num_ranks:
             return
-        outcome = transport.wait(LANE_REFUSED, len(self._refused), self._timeout)
+        transport.wait(LANE_REFUSED, len(self._refused), self._timeout)  # whoever has not come by then is seen below
         for number in range(max(0, self.num_calls - _REMEMBERED), self.num_calls):
             notices = self._mailbox.notices(number)
-            is_mine = number in self._refused
-            if notices and (not is_mine or outcome is not WaitOutcome.REACHED or len(notices) < transport.num_ranks):
+            if notices and (number not in self._refused or len(notices) < transport.num_ranks):
                 self._broken = self._disagreement(notices)
                 raise self._broken
         self._num_agreed = len(self._refused)

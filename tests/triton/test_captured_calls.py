@@ -131,11 +131,12 @@ def refuse(group):
             check_pair(comm)
         comm.check()
         group.all_gather(None)
+        if comm.rank == 1:
+            comm.combine_async(received.x, received.handle)
+        group.all_gather(None)
         if comm.rank == 0:
             with pytest.raises(ValueError, match="y has 1 rows"):
                 comm.combine(x[:1], received.handle)
-        else:
-            comm.combine_async(received.x, received.handle)
         group.all_gather(None)
         # Devices would pair the peer's call with this rank's next one.
         for _ in range(2):
