@@ -143,6 +143,15 @@ def flat_and_cached(communicator, x, routes, weights, scale):
     return communicator.combine(received.x * gate + again.x * scale, received.handle)
 
 
+def capped(communicator, x, routes, weights, scale):
+    received = communicator.dispatch(x, routes, weights, expert_alignment=2, capacity=48)
+    assert received.x.shape == (48, HIDDEN)  # no size of a compiled graph depends on what arrives
+    flat = communicator.dispatch(x, routes, weights, layout="flat", capacity=9)
+    gate = flat.topk_weights.sum(dim=1, keepdim=True)
+    y = torch.sin(received.x) * scale * received.topk_weights[:, None]
+    return communicator.combine(y, received.handle, weights) + communicator.combine(flat.x * gate, flat.handle)
+
+
 def slab(communicator, x, routes, weights, scale):
     received = communicator.dispatch(x, routes, weights, mode="low_latency")
     y = torch.sin(received.x) * scale * received.topk_weights[:, :, None]
@@ -175,7 +184,7 @@ def same(one, other):
     return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
 
 
-WAYS = [at_home, travelling, flat_and_cached, slab, asynchronous]
+WAYS = [at_home, travelling, flat_and_cached, capped, slab, asynchronous]
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -257,8 +266,19 @@ def test_mistakes_in_a_compiled_function_are_named(communicator):
     def strange(communicator, x, routes, weights, scale):
         return communicator.dispatch(x, routes, mode="fast").x * scale
 
-    with pytest.raises(ValueError, match="mode: unknown 'fast'"):
-        results(torch.compile(strange, fullgraph=True, backend="aot_eager"), communicator)
+    def shapeless(communicator, x, routes, weights, scale):
+        return communicator.dispatch(x, routes, capacity=-1).x * scale
+
+    def twice_fixed(communicator, x, routes, weights, scale):
+        return communicator.dispatch(x, routes, mode="low_latency", capacity=48).x * scale
+
+    for wrong, message in (
+        (strange, "mode: unknown 'fast'"),
+        (shapeless, r"capacity must be in \[1, 2147483647\].*got -1"),
+        (twice_fixed, "capacity must be None in mode 'low_latency'.*got 48"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            results(torch.compile(wrong, fullgraph=True, backend="aot_eager"), communicator)
     routes = ROUTES.clone()
     routes[2, 1] = EXPERTS
     compiled = torch.compile(at_home, fullgraph=True, backend="aot_eager")
