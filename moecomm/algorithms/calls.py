@@ -31,7 +31,8 @@ LANE_NOTICED = 3
 # Count chunks, see channels.py: those sent to me, and those of mine that were taken out.
 LANE_CHUNK = 4
 LANE_CREDIT = 5
-TRAFFIC_LANES = range(LANE_CHUNK, LANE_CREDIT + 1)
+# What may let a stream go on.
+TRAFFIC_LANES = range(LANE_GRANTED, LANE_CREDIT + 1)
 # Counts the calls of the devices alone that its source has refused to make.
 LANE_REFUSED = 6
 NUM_LANES = 7

@@ -14,7 +14,7 @@ from moecomm.kernels.base import RowKernels
 from moecomm.kernels.captured import CapturedKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.experts import ExpertKernels
-from moecomm.kernels.signals import SignalKernels
+from moecomm.kernels.signals import SignalKernels, WireKernels
 
 __all__ = [
     "available_kernels",
@@ -25,6 +25,7 @@ __all__ = [
     "expert_kernels_for",
     "kernels_for",
     "signal_kernels_for",
+    "wire_kernels_for",
 ]
 
 _VARIABLE = "MOECOMM_KERNELS"
@@ -43,6 +44,9 @@ _KNOWN_CAPTURED = {
 }
 _KNOWN_SIGNALS = {
     "triton": ("moecomm.kernels.triton.stream_signals", "TritonSignalKernels"),
+}
+_KNOWN_WIRE = {
+    "triton": ("moecomm.kernels.triton.stream_signals", "TritonWireKernels"),
 }
 _KNOWN_EXPERTS = {
     "torch": ("moecomm.kernels.torch_experts", "TorchExpertKernels"),
@@ -98,6 +102,11 @@ def captured_kernels_for(name: str) -> CapturedKernels:
 def signal_kernels_for(name: str) -> SignalKernels:
     """Signals between devices; as `kernels_for`, of which only "triton" has them."""
     return cast(SignalKernels, _make(name, _KNOWN_SIGNALS))
+
+
+def wire_kernels_for(name: str) -> WireKernels:
+    """Puts and signals between devices that cannot address each other; as `signal_kernels_for`."""
+    return cast(WireKernels, _make(name, _KNOWN_WIRE))
 
 
 def chosen_kernels(device_type: str) -> RowKernels:

@@ -218,6 +218,41 @@ def test_closing_with_calls_in_flight():
     launch(close_in_flight, 2, timeout=60)
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def learn(comm):
+    """Gradients of what only experts and router have, so that autograd does not record the dispatch."""
+    x, ids = inputs_of(comm.rank)
+    received = comm.dispatch(x, ids, **LOW)
+    scale = torch.linspace(0.5, 2, 24).requires_grad_()
+    weights = torch.rand(4, 3, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
+    home = comm.combine(received.x * scale, received.handle, topk_weights=weights)
+    (home * x.cumsum(1)).sum().backward()
+    return received, home.detach(), scale.grad, weights.grad
+
+
+def record_the_combine(group):
+    device = LateDevice(1e-3 * group.rank)
+    with opened(group, device) as comm:
+        received, *found = learn(comm)
+        assert received.handle.routing.on_device is not None
+        counts, stamp = received.handle.counts, received.handle.stamp
+        check_pair(comm, 1)
+    with Communicator(group, **SIZES) as native:
+        received, *wanted = learn(native)
+        assert torch.equal(counts, received.handle.counts)
+        assert stamp[1] == received.handle.stamp[1]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    device.end()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_combine_is_recorded_where_its_dispatch_was_not(num_ranks):
+    launch(record_the_combine, num_ranks, timeout=100)
+
+
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 

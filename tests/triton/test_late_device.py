@@ -24,9 +24,9 @@ def test_threads_on_one_device_give_the_native_bits(num_ranks):
         launch(compare, num_ranks, "local", dtype, kinds, backend="threads", timeout=100)
 
 
-def test_processes_with_exported_memory_give_the_native_bits():
-    kinds = THROUGHPUT | LOW_LATENCY
-    launch(compare, 2, "nvlink", torch.float64, kinds, backend="processes", timeout=100)
+@pytest.mark.parametrize("kinds", [THROUGHPUT, LOW_LATENCY], ids=["throughput", "low_latency"])
+def test_processes_with_exported_memory_give_the_native_bits(kinds):
+    launch(compare, 2, "nvlink", torch.float64, kinds, backend="processes", timeout=200)
 
 
 # Seconds before each piece of work, by rank: of the callers' streams, of the communicators'.
