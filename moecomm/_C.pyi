@@ -39,7 +39,7 @@ def plan_exchange(
     alignment: int,
     capacity: int,
     /,
-) -> tuple[npt.NDArray[np.int64], list[int], npt.NDArray[np.int32], npt.NDArray[np.int32], int, int, int]: ...
+) -> tuple[npt.NDArray[np.int64], list[int], npt.NDArray[np.int32], npt.NDArray[np.int32], int, int, int, int]: ...
 def plan_expert_major(
     topk_idx: int,
     is_int64: bool,

@@ -21,6 +21,7 @@ Layers, and imports only go down:
 from moecomm.communicator import Communicator
 from moecomm.errors import (
     CallMismatch,
+    CapacityExceeded,
     CommunicatorClosed,
     MemoryLimitExceeded,
     MoecommError,
@@ -41,6 +42,7 @@ from moecomm.work import Work
 
 __all__ = [
     "CallMismatch",
+    "CapacityExceeded",
     "Communicator",
     "CommunicatorClosed",
     "Group",

@@ -12,6 +12,7 @@ from moecomm.handle import Handle
 __all__ = [
     "SUMMABLE",
     "Found",
+    "check_capacity",
     "check_combine",
     "check_dispatch",
     "check_handle",
@@ -59,7 +60,7 @@ def _check_matrix(name: str, tensor: Any, shape: str, device: torch.device) -> N
         )
 
 
-def check_layout(layout: str, expert_alignment: int, mode: str) -> None:
+def check_layout(layout: str, expert_alignment: int, mode: str, capacity: int | None) -> None:
     """Checks the options of a dispatch."""
     if mode not in _LAYOUTS:
         raise ValueError(f"mode: unknown {mode!r}; available: {', '.join(_LAYOUTS)}")
@@ -72,6 +73,29 @@ def check_layout(layout: str, expert_alignment: int, mode: str) -> None:
     if layout == "flat" and expert_alignment != 1:
         raise ValueError(
             f"expert_alignment must be 1 with layout 'flat' (rows are not grouped), got {expert_alignment}"
+        )
+    if capacity is None:
+        return
+    if isinstance(capacity, bool) or not isinstance(capacity, int):
+        raise TypeError(f"capacity must be an int or None, got {type(capacity).__name__}")
+    if mode != "throughput":
+        raise ValueError(
+            f"capacity must be None in mode {mode!r}, whose shapes follow from the Communicator's arguments, got "
+            f"{capacity}"
+        )
+    if not expert_alignment <= capacity < 2**31:
+        raise ValueError(
+            f"capacity must be in [{expert_alignment}, {2**31 - 1}] (a route takes expert_alignment), got {capacity}"
+        )
+
+
+def check_capacity(capacity: int, handle: Handle) -> None:
+    """Checks the capacity that is given beside a handle, which has its own."""
+    if handle.mode != "throughput" or capacity != handle.capacity:
+        kept = f"capacity {handle.capacity}" if handle.capacity else "none"
+        raise ValueError(
+            f"capacity is {capacity}, the handle is of a {handle.mode} dispatch with {kept}; rows that go the same way "
+            "arrive in the same shape, so leave it out"
         )
 
 

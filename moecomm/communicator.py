@@ -193,6 +193,7 @@ class Communicator(Status):
         mode: str = "throughput",
         layout: Layout | None = None,
         expert_alignment: int = 1,
+        capacity: int | None = None,
         handle: Handle | None = None,
     ) -> Received:
         """Sends each token's row to the ranks of its experts. Collective; differentiable in `x` and `topk_weights`.
@@ -215,7 +216,10 @@ class Communicator(Status):
                 default): the same rows in one slab per local expert. `flat` (throughput only): one row per token and
                 rank, by source rank, source token.
             expert_alignment: expert_major: each local expert's rows are padded with zero rows to a multiple of it.
-            handle: of an earlier dispatch: same routing, layout and alignment again, without exchanging counts.
+            capacity: throughput only: N, whatever arrives, for shapes that do not change; what arrives is followed by
+                zero rows, of id -1 and weight 0. Equal on all ranks. None: what arrives (expert_alignment included).
+            handle: of an earlier dispatch: same routing, layout, alignment and capacity again, without exchanging
+                counts.
 
         Returns:
             What arrived here; see `Received`.
@@ -223,17 +227,17 @@ class Communicator(Status):
         Raises:
             ValueError, TypeError: a bad argument; the peers learn that this rank refused the call.
             MemoryLimitExceeded: some rank would receive too much; raised on all ranks, before anything is sent.
+            CapacityExceeded: more rows for some rank than `capacity`; likewise.
             RoutingChanged: a recompute routes otherwise than the forward; the other ranks raise PeerFailed.
             CallMismatch, PeerTimeout, PeerLost, PeerFailed: the ranks did not all make the same call in time.
         """
         layout = layout or _DEFAULT_LAYOUT.get(mode, "expert_major")
         if is_traced():
-            return functional.dispatch(
-                self._exchanger, x, topk_idx, topk_weights, mode, layout, expert_alignment, handle
-            )
+            options = (mode, layout, expert_alignment, capacity, handle)
+            return functional.dispatch(self._exchanger, x, topk_idx, topk_weights, *options)
         recording = is_recording(x, topk_weights)
         call = self._exchanger.begin_dispatch(
-            *(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle),
+            *(x, topk_idx, topk_weights, mode, layout, expert_alignment, capacity, handle),
             make_room=True,
             recording=recording,
             is_remembered=recording,
@@ -249,6 +253,7 @@ class Communicator(Status):
         mode: str = "throughput",
         layout: Layout | None = None,
         expert_alignment: int = 1,
+        capacity: int | None = None,
         handle: Handle | None = None,
     ) -> Work[Received]:
         """Begins a `dispatch`; `work.wait()` gives what it returns. `x` must not change before.
@@ -259,12 +264,11 @@ class Communicator(Status):
         """
         layout = layout or _DEFAULT_LAYOUT.get(mode, "expert_major")
         if is_traced():
-            return Work.done_with(
-                functional.dispatch(self._exchanger, x, topk_idx, topk_weights, mode, layout, expert_alignment, handle)
-            )
+            options = (mode, layout, expert_alignment, capacity, handle)
+            return Work.done_with(functional.dispatch(self._exchanger, x, topk_idx, topk_weights, *options))
         recording = is_recording(x, topk_weights)
         call = self._exchanger.begin_dispatch(
-            *(x, topk_idx, topk_weights, mode, layout, expert_alignment, handle),
+            *(x, topk_idx, topk_weights, mode, layout, expert_alignment, capacity, handle),
             recording=recording,
             is_remembered=recording,
         )

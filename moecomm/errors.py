@@ -8,6 +8,7 @@ MoecommError
     PeerFailed              a peer gave up on this call and said why
     CallMismatch            the ranks made different calls
   MemoryLimitExceeded       a rank would receive more than its limit
+  CapacityExceeded          rows do not fit into a fixed shape; a ValueError, too
   RoutingChanged            routing differs between forward and recompute
   TooManyInFlight           more results outstanding than `max_in_flight`
   CommunicatorClosed        a call on a closed communicator
@@ -19,6 +20,7 @@ from typing import Any
 
 __all__ = [
     "CallMismatch",
+    "CapacityExceeded",
     "CommunicatorClosed",
     "MemoryLimitExceeded",
     "MoecommError",
@@ -88,6 +90,13 @@ class CallMismatch(TransportError):
 
 class MemoryLimitExceeded(MoecommError):
     """A rank would receive more bytes than its `memory_limit`; raised on every rank before anything is sent."""
+
+
+class CapacityExceeded(MoecommError, ValueError):
+    """What arrives has more rows than the fixed shape that it has to fit into.
+
+    Raised on every rank alike, naming rank (slab: expert), rows and room; nothing is received, and further calls work.
+    """
 
 
 class RoutingChanged(MoecommError):

@@ -16,9 +16,10 @@ from moecomm.algorithms.calls import Call
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
-from moecomm.checks import Found, check_combine, check_dispatch, check_handle, check_layout, look_of
+from moecomm.checks import Found, check_capacity, check_combine, check_dispatch, check_handle, check_layout, look_of
 from moecomm.codecs.base import Codec, RowFormat
 from moecomm.errors import CommunicatorClosed, RoutingChanged
+from moecomm.forks import forks
 from moecomm.handle import Handle
 from moecomm.kernels.base import weights_dtype
 from moecomm.placement import Placement
@@ -32,25 +33,6 @@ _CHANGED = (
 )
 
 _ids = itertools.count()
-
-
-class _Forks:
-    """Counts the forks that lie between this process and the one that first watched; cheaper than asking who we are."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._watched = False
-
-    def watch(self) -> None:
-        if not self._watched:
-            self._watched = True
-            os.register_at_fork(after_in_child=self._forked)
-
-    def _forked(self) -> None:
-        self.count += 1
-
-
-_forks = _Forks()
 _live: weakref.WeakValueDictionary[int, Exchanger] = weakref.WeakValueDictionary()
 
 
@@ -102,12 +84,12 @@ class Exchanger:
         self._log = RoutingLog()
         self._closed = False
         self._pid = os.getpid()
-        self._num_forks = _forks.count
-        _forks.watch()
+        self._num_forks = forks.count
+        forks.watch()
         _live[self.id] = self
 
     def capacity(self, mode: str, layout: str, expert_alignment: int) -> int:
-        """Rows of a dispatch of fixed shape (slab: per expert); 0 = as many as arrive."""
+        """Rows of a dispatch whose shape is always fixed (slab: per expert); 0 = as many as arrive."""
         algorithm = self.session.algorithms.get(mode)
         return 0 if algorithm is None else algorithm.capacity(layout, expert_alignment)
 
@@ -119,6 +101,7 @@ class Exchanger:
         mode: str,
         layout: Layout,
         expert_alignment: int,
+        capacity: int | None,
         handle: Handle | None,
         *,
         make_room: bool = False,
@@ -136,25 +119,26 @@ class Exchanger:
         is_hosted = recording or is_remembered
         try:
             if handle is None:
-                options = (mode, layout, expert_alignment, type(expert_alignment))
+                options = (mode, layout, expert_alignment, type(expert_alignment), capacity, type(capacity))
                 looks = (options, look_of(x), look_of(topk_idx), look_of(topk_weights))
                 found = self._dispatches.get(looks)
                 if found is None:
-                    check_layout(layout, expert_alignment, mode)
+                    check_layout(layout, expert_alignment, mode, capacity)
                     check_dispatch(x, topk_idx, topk_weights, **self._limits)
-                    found = self._dispatches.keep(looks, self._terms(x, mode, layout, expert_alignment))
-                algorithm, capacity, row_format = found
+                    found = self._dispatches.keep(looks, self._terms(x, mode, layout, expert_alignment, capacity))
+                algorithm, num_rows, row_format = found
                 assert topk_idx is not None
                 topk_idx = topk_idx if topk_idx.is_contiguous() else topk_idx.contiguous()
-                routing = Routing(
-                    topk_idx, layout, expert_alignment, capacity=capacity, recording=recording, is_hosted=is_hosted
-                )
+                form = (topk_idx, layout, expert_alignment)
+                routing = Routing(*form, capacity=num_rows, recording=recording, is_hosted=is_hosted, mode=mode)
                 if is_remembered and is_recomputing():
                     self._check_recompute(topk_idx)
             else:
                 if topk_idx is not None:
                     raise ValueError("topk_idx must be None when a handle is given: the handle holds the routing")
                 algorithm, routing, row_format = self._known(handle, x, topk_weights, self._hidden, recording)
+                if capacity is not None:
+                    check_capacity(capacity, handle)
             x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
@@ -163,15 +147,20 @@ class Exchanger:
         return algorithm.begin_dispatch(x, routing, row_format, weights)
 
     def _terms(
-        self, x: torch.Tensor, mode: str, layout: Layout, expert_alignment: int
+        self, x: torch.Tensor, mode: str, layout: Layout, expert_alignment: int, capacity: int | None
     ) -> tuple[Algorithm, int, RowFormat]:
-        """Who carries a dispatch, its capacity, and how its rows are written."""
+        """Who carries a dispatch, how many rows its shape has (0 = as many as arrive), and how its rows are written."""
+        if capacity is not None and not self.session.device.is_host:
+            raise ValueError(
+                f"capacity is {capacity}, but tensors on {self._device} are received in the shape that arrives: the "
+                "kernels of a static receive (docs/gpu-low-latency.md) are not yet used by communicators; leave it out"
+            )
         algorithm = self.session.algorithms[mode]
         algorithm.check_size(x.shape[0])
-        capacity = algorithm.capacity(layout, expert_alignment)
+        num_rows = algorithm.capacity(layout, expert_alignment) if capacity is None else capacity
         row_format = self._codec.row_format(self._hidden, x.dtype)
-        algorithm.check_rows(layout, capacity, row_format)
-        return algorithm, capacity, row_format
+        algorithm.check_rows(layout, num_rows, row_format)
+        return algorithm, num_rows, row_format
 
     def _refuse(self, operation: Operation, error: Exception, mode: str, handle: Any, is_hosted: bool) -> None:
         """Lets the peers know that this rank does not make a call."""
@@ -182,7 +171,7 @@ class Exchanger:
 
     def _admit(self, operation: Operation, make_room: bool) -> None:
         """Before the arguments are looked at, which may be wrong on one rank only: is there room for a call?"""
-        if self._closed or _forks.count != self._num_forks:
+        if self._closed or forks.count != self._num_forks:
             self._check_open()
         if make_room:
             self.session.make_room()
@@ -350,7 +339,7 @@ class Exchanger:
         self._check_open()
         check_handle(handle, self.id)
         return self.session.expose(
-            handle.num_rows, self._codec.row_format(self._hidden, dtype), is_fixed=handle.capacity > 0
+            handle.num_rows, self._codec.row_format(self._hidden, dtype), is_fixed=handle.mode == "low_latency"
         )
 
     def check(self) -> None:
@@ -374,7 +363,7 @@ class Exchanger:
     @property
     def is_forked(self) -> bool:
         """Whether this is a copy in a child process of the one that constructed it."""
-        return _forks.count != self._num_forks
+        return forks.count != self._num_forks
 
     def _check_open(self) -> None:
         if self._closed:

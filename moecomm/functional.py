@@ -8,9 +8,9 @@ looks at operators; where nothing does, `Communicator` goes past them.
     combine_adjoint   gradients of a weighted combine    (not differentiable)
 
 Operators take tensors and numbers only, so a handle travels as its tensors (`routes`, `topk_idx`, `counts`, `stamp`)
-and a communicator as its id. A `form` is a layout, followed by `:capacity` where the shape is fixed. Outputs that do
-not exist (no weights, no local ids) are empty tensors. Shapes follow from the arguments alone, so that a compiled graph
-may be kept for other communicators and other processes.
+and a communicator as its id. `capacity` is that of a `Routing`; of an operator that makes a handle, None = as many as
+arrive. Outputs that do not exist (no weights, no local ids) are empty tensors. Shapes follow from the arguments alone,
+so that a compiled graph may be kept for other communicators and other processes.
 
 To a compiler they are pure functions: it keeps the order that data dictate, as between the layers of a model. Two
 exchanges of one graph that do not need each other, such as those of two halves of a batch, are in program order only
@@ -27,19 +27,23 @@ from torch import Tensor
 from moecomm.algorithms.base import Arrival
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
+from moecomm.checks import check_capacity
 from moecomm.exchanger import Exchanger, find_exchanger
 from moecomm.gradients import is_recording, record_combine, record_dispatch, spread
-from moecomm.handle import Handle, Received, form_of, received_of
+from moecomm.handle import Handle, Received, received_of
 from moecomm.kernels.base import weights_dtype
 
 __all__ = ["combine", "dispatch"]
 
-_HANDLE = "Tensor routes, Tensor topk_idx, Tensor counts, Tensor stamp, str form, int expert_alignment, int comm"
+_HANDLE = (
+    "Tensor routes, Tensor topk_idx, Tensor counts, Tensor stamp, str mode, str layout, int capacity, "
+    "int expert_alignment, int comm"
+)
 
 _library: Any = torch.library.Library("moecomm", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
-    "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, str mode, str form, int expert_alignment, int comm, "
-    "int num_ranks, int num_experts, int num_local_experts) "
+    "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, str mode, str layout, int? capacity, "
+    "int expert_alignment, int comm, int num_ranks, int num_experts, int num_local_experts) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
@@ -62,18 +66,22 @@ def dispatch(
     mode: str,
     layout: Layout,
     expert_alignment: int,
+    capacity: int | None,
     handle: Handle | None,
 ) -> Received:
     """`Communicator.dispatch` through the operators."""
     if handle is None:
-        capacity = exchanger.capacity(mode, layout, expert_alignment)
-        how = (mode, form_of(layout, capacity), expert_alignment, exchanger.id)
+        if capacity is None:
+            capacity = exchanger.capacity(mode, layout, expert_alignment) or None
+        how = (mode, layout, capacity, expert_alignment, exchanger.id)
         outputs = _ops.dispatch(x, topk_idx, topk_weights, *how, *exchanger.sizes)
         rows, weights, local_idx, num_tokens_per_expert, offsets, routes, idx, counts, stamp = outputs
         num_rows = rows.shape[0]
-        routing = Routing(idx, layout, expert_alignment, routes, counts, stamp, capacity)
+        routing = Routing(idx, layout, expert_alignment, routes, counts, stamp, capacity or 0, mode=mode)
         handle = Handle(routing, num_rows, exchanger.id)
     else:
+        if capacity is not None:
+            check_capacity(capacity, handle)
         sizes = (handle.num_rows, exchanger.num_local_experts)
         outputs = _ops.dispatch_cached(x, topk_weights, *spread(handle), *sizes)
         rows, weights, local_idx, num_tokens_per_expert, offsets = outputs
@@ -97,15 +105,9 @@ def combine(y: Tensor, handle: Handle, topk_weights: Tensor | None, reduce: str)
 # -- eagerly --------------------------------------------------------------------------------------------------------
 
 
-def _split(form: str) -> tuple[Any, int]:
-    layout, _, capacity = form.partition(":")
-    return layout, int(capacity or 0)
-
-
 def _handle(num_rows: int, *parts: Any) -> Handle:
-    routes, topk_idx, counts, stamp, form, expert_alignment, comm = parts
-    layout, capacity = _split(form)
-    routing = Routing(topk_idx, layout, expert_alignment, routes, counts, stamp, capacity)
+    routes, topk_idx, counts, stamp, mode, layout, capacity, expert_alignment, comm = parts
+    routing = Routing(topk_idx, layout, expert_alignment, routes, counts, stamp, capacity, mode=mode)
     return Handle(routing, num_rows, comm)
 
 
@@ -119,11 +121,19 @@ def _outputs(exchanger: Exchanger, arrival: Arrival) -> tuple[Tensor, Tensor, Te
 
 
 def _dispatch_now(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, mode: str, form: str, expert_alignment: int, *rest: int
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    mode: str,
+    layout: Layout,
+    capacity: int | None,
+    expert_alignment: int,
+    *rest: int,
 ) -> tuple[Tensor, ...]:
     exchanger = find_exchanger(rest[0])
-    layout, _ = _split(form)
-    arguments = (x, topk_idx, topk_weights, mode, layout, expert_alignment, None)
+    if capacity == exchanger.capacity(mode, layout, expert_alignment):
+        capacity = None  # low latency: what it always is, which nobody has given
+    arguments = (x, topk_idx, topk_weights, mode, layout, expert_alignment, capacity, None)
     arrival: Arrival = exchanger.finish(exchanger.begin_dispatch(*arguments, make_room=True, is_remembered=True))
     handle = exchanger.handle(arrival)
     exchanger.remember(handle)
@@ -161,16 +171,17 @@ def _dispatch_fake(
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     mode: str,
-    form: str,
+    layout: Layout,
+    capacity: int | None,
     expert_alignment: int,
     comm: int,
     num_ranks: int,
     num_experts: int,
     num_local_experts: int,
 ) -> tuple[Tensor, ...]:
-    layout, capacity = _split(form)
     per_expert = num_local_experts if layout == "slab" else 1
-    num_rows = capacity * per_expert if capacity else torch.library.get_ctx().new_dynamic_size()
+    # A capacity below 1 is refused when the operator runs, where the peers learn of it.
+    num_rows = capacity * per_expert if capacity and capacity > 0 else torch.library.get_ctx().new_dynamic_size()
     return (
         *_outputs_fake(x, topk_weights, topk_idx.shape[1], layout, num_rows, num_local_experts),
         topk_idx.new_empty(topk_idx.shape, dtype=torch.int64),
@@ -196,8 +207,8 @@ def _outputs_fake(
 
 
 def _dispatch_cached_fake(x: Tensor, topk_weights: Tensor | None, routes: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *_, form, _, _, num_rows, num_local_experts = rest
-    return _outputs_fake(x, topk_weights, routes.shape[1], _split(form)[0], num_rows, num_local_experts)
+    *_, layout, _, _, _, num_rows, num_local_experts = rest
+    return _outputs_fake(x, topk_weights, routes.shape[1], layout, num_rows, num_local_experts)
 
 
 def _combine_fake(
@@ -223,10 +234,16 @@ def _below_autograd(operator: Any, *arguments: Any, **options: Any) -> tuple[Ten
 
 
 def _dispatch_autograd(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, mode: str, form: str, expert_alignment: int, *rest: int
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    mode: str,
+    layout: Layout,
+    capacity: int | None,
+    *rest: int,
 ) -> tuple[Tensor, ...]:
-    outputs = _below_autograd(_ops.dispatch, x, topk_idx, topk_weights, mode, form, expert_alignment, *rest)
-    handle = _handle(outputs[0].shape[0], *outputs[5:], form, expert_alignment, rest[0])
+    outputs = _below_autograd(_ops.dispatch, x, topk_idx, topk_weights, mode, layout, capacity, *rest)
+    handle = _handle(outputs[0].shape[0], *outputs[5:], mode, layout, capacity or 0, *rest[:2])
     return _recorded_dispatch(x, topk_weights, outputs, handle)
 
 

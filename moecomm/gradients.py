@@ -22,7 +22,7 @@ from moecomm.algorithms.signature import Operation
 from moecomm.checks import SUMMABLE
 from moecomm.errors import CommunicatorClosed, MoecommError
 from moecomm.exchanger import find_exchanger
-from moecomm.handle import Handle, form_of
+from moecomm.handle import Handle
 
 __all__ = ["is_recording", "is_traced", "record_combine", "record_dispatch", "spread"]
 
@@ -39,14 +39,16 @@ def is_recording(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
-def spread(handle: Handle) -> tuple[Tensor, Tensor, Tensor, Tensor, str, int, int]:
+def spread(handle: Handle) -> tuple[Tensor, Tensor, Tensor, Tensor, str, str, int, int, int]:
     """A handle as the torch operators take it."""
     return (
         handle.routes,
         handle.topk_idx,
         handle.counts,
         handle.stamp,
-        form_of(handle.layout, handle.capacity),
+        handle.mode,
+        handle.layout,
+        handle.capacity,
         handle.expert_alignment,
         handle.communicator,
     )

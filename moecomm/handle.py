@@ -9,7 +9,7 @@ import torch
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
 
-__all__ = ["Handle", "Received", "form_of", "received_of", "rows_of"]
+__all__ = ["Handle", "Received", "received_of", "rows_of"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class Handle:
 
     @property
     def capacity(self) -> int:
-        """Low latency: rows per expert (slab), rows in all (expert_major); throughput: 0, as many as arrive."""
+        """Rows of the fixed shape: per expert (slab), in all (expert_major, flat); 0: as many as arrive."""
         return self.routing.capacity
 
     @property
@@ -94,7 +94,7 @@ class Handle:
     @property
     def mode(self) -> str:
         """`throughput` or `low_latency`: that of the dispatch, and so of the combine."""
-        return "low_latency" if self.capacity else "throughput"
+        return self.routing.mode
 
     @property
     def num_tokens(self) -> int:
@@ -109,7 +109,7 @@ class Handle:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Received:
-    """What a dispatch gives to one rank. Rows beyond the real ones (alignment) are zero rows of weight 0.
+    """What a dispatch gives to one rank. Rows beyond the real ones (alignment, capacity) are zero rows of weight 0.
 
     Attributes:
         x: `[N, H]` (slab: `[E_local, capacity, H]`), dtype of the x sent; a view of receive memory that returns when
@@ -117,10 +117,12 @@ class Received:
             pointers are not noticed) where rows beyond the real ones are concerned.
         topk_weights: weights that travelled with the rows, float32 (float64 beside float64 rows). expert_major: `[N]`;
             slab: `[E_local, capacity]`; flat: `[N, K]`, 0 where `topk_idx` is -1. None if none were given.
-        topk_idx: flat: `[N, K]` int32 local expert ids, -1 = the expert is elsewhere. expert_major: None.
+        topk_idx: flat: `[N, K]` int32 local expert ids, -1 = the expert is elsewhere, or (with a capacity) the row is
+            not real. expert_major: None.
         num_tokens_per_expert: `[E_local]` int32: routes that arrived for each local expert, without padding.
         offsets: `[E_local]` int32: inclusive prefix sums of those, each padded to `expert_alignment`: where each
-            expert's rows of `x` end; in low-latency mode N may lie beyond the last. flat, slab: None.
+            expert's rows of `x` end; with a capacity and in low-latency mode N may lie beyond the last. flat, slab:
+            None.
         handle: for `combine`, and for further dispatches with the same routing.
     """
 
@@ -148,11 +150,6 @@ def received_of(
     if routing.layout != "expert_major":
         offsets = None
     return Received(x, topk_weights, topk_idx, num_tokens_per_expert, offsets, handle)
-
-
-def form_of(layout: str, capacity: int) -> str:
-    """Layout and capacity as the torch operators take them: `layout`, or `layout:capacity` where the shape is fixed."""
-    return f"{layout}:{capacity}" if capacity else layout
 
 
 def rows_of(y: torch.Tensor, handle: Handle) -> torch.Tensor:

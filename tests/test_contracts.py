@@ -7,7 +7,7 @@ from moecomm import _C
 from moecomm.algorithms.registry import exchange_names
 from moecomm.codecs.registry import codec_names, make_codec
 from moecomm.kernels.registry import available_kernels, kernels_for
-from moecomm.testing.contracts import World, algorithm, codec, domains, kernels, low_latency, transport
+from moecomm.testing.contracts import World, algorithm, capacity, codec, domains, kernels, low_latency, transport
 from moecomm.transports.registry import transport_names
 from moecomm.transports.ucx_library import find_library
 
@@ -51,6 +51,12 @@ def test_transport(world, check):
 @pytest.mark.parametrize("check", algorithm.CHECKS, ids=name_of)
 @pytest.mark.parametrize("world", runnable(EXCHANGE_WORLDS))
 def test_exchange(world, check):
+    check(world)
+
+
+@pytest.mark.parametrize("check", capacity.CHECKS, ids=name_of)
+@pytest.mark.parametrize("world", runnable(EXCHANGE_WORLDS))
+def test_capacity(world, check):
     check(world)
 
 

@@ -68,7 +68,7 @@ def test_duplicates_that_do_not_fit_are_the_same_error_everywhere(backend, layou
     assert results[0] == results[1] == results[2]
     for kind, text in results[0]:
         what = "expert" if layout == "slab" else "rank"
-        assert kind == "ValueError"
+        assert kind == "CapacityExceeded"
         assert f"48 rows for {what} 0, but there is room for 24" in text
         assert "remove the duplicates" in text
 

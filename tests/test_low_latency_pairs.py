@@ -162,7 +162,7 @@ class Pair:
         rank, capacity = comm.rank, comm._exchanger.capacity("low_latency", self.layout, self.alignment)
         if not self.fits(capacity):
             kind, text, _ = caught(work.wait)
-            assert (kind, "there is room for" in text) == ("ValueError", True), text
+            assert (kind, "there is room for" in text) == ("CapacityExceeded", True), text
             return
         received = work.wait()
         rows, weights = self.received(rank, capacity)

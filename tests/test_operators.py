@@ -19,10 +19,12 @@ OPS = torch.ops.moecomm
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 TRACED = ("test_aot_dispatch_static", "test_aot_dispatch_dynamic")
 FORMS = [
-    ("throughput", "expert_major"),
-    ("throughput", "flat"),
-    ("low_latency", "slab"),
-    ("low_latency", "expert_major"),
+    ("throughput", "expert_major", None),
+    ("throughput", "flat", None),
+    ("throughput", "expert_major", 40),
+    ("throughput", "flat", 9),
+    ("low_latency", "slab", None),
+    ("low_latency", "expert_major", None),
 ]
 
 
@@ -44,29 +46,30 @@ def wanting(*tensors):
 
 
 def arguments_of(handle):
-    form = handle.layout + (f":{handle.capacity}" if handle.capacity else "")
     parts = (handle.routes, handle.topk_idx, handle.counts, handle.stamp)
-    return (*parts, form, handle.expert_alignment, handle.communicator)
+    form = (handle.mode, handle.layout, handle.capacity, handle.expert_alignment)
+    return (*parts, *form, handle.communicator)
 
 
 # -- torch's checks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "layout"), FORMS)
+@pytest.mark.parametrize(("mode", "layout", "capacity"), FORMS)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_dispatch_passes_opcheck(communicator, mode, layout, weighted):
-    received = communicator.dispatch(random(5, HIDDEN, seed=1), ROUTES, mode=mode, layout=layout)
-    form, alignment, comm = arguments_of(received.handle)[4:]
+def test_dispatch_passes_opcheck(communicator, mode, layout, capacity, weighted):
+    received = communicator.dispatch(random(5, HIDDEN, seed=1), ROUTES, mode=mode, layout=layout, capacity=capacity)
+    *form, num_rows, alignment, comm = arguments_of(received.handle)[4:]
     x, weights = wanting(random(5, HIDDEN, seed=1), random(5, TOPK, seed=2))
-    arguments = (x, ROUTES, weights if weighted else None, mode, form, alignment, comm, 1, EXPERTS, EXPERTS)
+    sizes = (1, EXPERTS, EXPERTS)
+    arguments = (x, ROUTES, weights if weighted else None, *form, num_rows or None, alignment, comm, *sizes)
     # Not its other checks, which compare all outputs of two calls: the handle's stamp numbers the calls.
     torch.library.opcheck(OPS.dispatch.default, arguments, test_utils=CHECKS)
 
 
-@pytest.mark.parametrize(("mode", "layout"), FORMS)
-def test_operators_with_a_handle_pass_opcheck(communicator, mode, layout):
+@pytest.mark.parametrize(("mode", "layout", "capacity"), FORMS)
+def test_operators_with_a_handle_pass_opcheck(communicator, mode, layout, capacity):
     received = communicator.dispatch(
-        random(5, HIDDEN, seed=1), ROUTES, random(5, TOPK, seed=2), mode=mode, layout=layout
+        random(5, HIDDEN, seed=1), ROUTES, random(5, TOPK, seed=2), mode=mode, layout=layout, capacity=capacity
     )
     handle = received.handle
     known = arguments_of(handle)
@@ -91,7 +94,7 @@ def test_shapes_follow_from_the_arguments_alone():
     with FakeTensorMode() as mode:
         x, routes = torch.empty(7, 16), torch.empty(7, 2, dtype=torch.int64)
         nowhere = 10**6
-        outputs = OPS.dispatch(x, routes, None, "low_latency", "slab:9", 1, nowhere, 4, 10, 3)
+        outputs = OPS.dispatch(x, routes, None, "low_latency", "slab", 9, 1, nowhere, 4, 10, 3)
         assert [tuple(one.shape) for one in outputs] == [
             (27, 16),
             (0,),
@@ -103,7 +106,9 @@ def test_shapes_follow_from_the_arguments_alone():
             (4, 14),
             (2,),
         ]
-        handle = (outputs[5], outputs[6], outputs[7], outputs[8], "flat", 1, nowhere)
+        outputs = OPS.dispatch(x, routes, torch.empty(7, 2), "throughput", "flat", 40, 1, nowhere, 4, 10, 3)
+        assert [tuple(one.shape) for one in outputs[:5]] == [(40, 16), (40, 2), (40, 2), (3,), (3,)]
+        handle = (outputs[5], outputs[6], outputs[7], outputs[8], "throughput", "flat", 0, 1, nowhere)
         outputs = OPS.dispatch_cached(x, torch.empty(7, 2), *handle, 11, 3)
         assert [tuple(one.shape) for one in outputs] == [(11, 16), (11, 2), (11, 2), (3,), (3,)]
         sums, home = OPS.combine(torch.empty(11, 16), None, torch.empty(11, 2), *handle)
@@ -138,6 +143,15 @@ def flat_and_cached(communicator, x, routes, weights, scale):
     return communicator.combine(received.x * gate + again.x * scale, received.handle)
 
 
+def capped(communicator, x, routes, weights, scale):
+    received = communicator.dispatch(x, routes, weights, expert_alignment=2, capacity=48)
+    assert received.x.shape == (48, HIDDEN)  # no size of a compiled graph depends on what arrives
+    flat = communicator.dispatch(x, routes, weights, layout="flat", capacity=9)
+    gate = flat.topk_weights.sum(dim=1, keepdim=True)
+    y = torch.sin(received.x) * scale * received.topk_weights[:, None]
+    return communicator.combine(y, received.handle, weights) + communicator.combine(flat.x * gate, flat.handle)
+
+
 def slab(communicator, x, routes, weights, scale):
     received = communicator.dispatch(x, routes, weights, mode="low_latency")
     y = torch.sin(received.x) * scale * received.topk_weights[:, :, None]
@@ -170,7 +184,7 @@ def same(one, other):
     return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
 
 
-WAYS = [at_home, travelling, flat_and_cached, slab, asynchronous]
+WAYS = [at_home, travelling, flat_and_cached, capped, slab, asynchronous]
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -252,8 +266,19 @@ def test_mistakes_in_a_compiled_function_are_named(communicator):
     def strange(communicator, x, routes, weights, scale):
         return communicator.dispatch(x, routes, mode="fast").x * scale
 
-    with pytest.raises(ValueError, match="mode: unknown 'fast'"):
-        results(torch.compile(strange, fullgraph=True, backend="aot_eager"), communicator)
+    def shapeless(communicator, x, routes, weights, scale):
+        return communicator.dispatch(x, routes, capacity=-1).x * scale
+
+    def twice_fixed(communicator, x, routes, weights, scale):
+        return communicator.dispatch(x, routes, mode="low_latency", capacity=48).x * scale
+
+    for wrong, message in (
+        (strange, "mode: unknown 'fast'"),
+        (shapeless, r"capacity must be in \[1, 2147483647\].*got -1"),
+        (twice_fixed, "capacity must be None in mode 'low_latency'.*got 48"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            results(torch.compile(wrong, fullgraph=True, backend="aot_eager"), communicator)
     routes = ROUTES.clone()
     routes[2, 1] = EXPERTS
     compiled = torch.compile(at_home, fullgraph=True, backend="aot_eager")

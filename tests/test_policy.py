@@ -19,7 +19,7 @@ LAYERS = [
     {"transports"},
     {"codecs"},
     {"algorithms"},
-    {"checks", "exchanger", "explanation", "handle", "recompute", "status", "work"},
+    {"checks", "exchanger", "explanation", "forks", "handle", "recompute", "status", "work"},
     {"gradients"},
     {"functional"},
     {"communicator"},

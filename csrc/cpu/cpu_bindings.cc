@@ -83,7 +83,8 @@ void bind_plan(py::module_& m) {
         const ExchangePlan plan = plan_exchange({counts.data(), num_ranks, num_experts, first_expert.data(), rank,
                                                  static_cast<RowOrder>(order), alignment, capacity});
         return py::make_tuple(array_of(plan.bases), plan.rows_per_rank, array_of(plan.num_tokens_per_expert),
-                              array_of(plan.offsets), plan.most_rows, plan.overflow_index, plan.overflow_rows);
+                              array_of(plan.offsets), plan.num_rows, plan.most_rows, plan.overflow_index,
+                              plan.overflow_rows);
     });
 }
 

@@ -47,10 +47,8 @@ ExchangePlan plan_exchange(const PlanRequest& request) {
             plan.offsets.push_back(static_cast<int32_t>(next));
         }
         plan.most_rows = std::max(plan.most_rows, next);
-        if (is_flat) {
-            plan.most_rows = std::max(plan.most_rows, plan.rows_per_rank[static_cast<size_t>(rank)]);
-            continue;
-        }
+        if (is_flat) next = plan.rows_per_rank[static_cast<size_t>(rank)];
+        if (rank == request.rank) plan.num_rows = next;
         if (is_slab) {
             next = (end - first) * request.capacity;
         } else if (request.capacity > 0) {

@@ -22,7 +22,7 @@ struct PlanRequest {
     int64_t rank;                 // mine
     RowOrder order;
     int64_t alignment;  // each expert's rows are padded to a multiple of it (not kSlab)
-    int64_t capacity;   // rows there are: kSlab: of each expert; kExpertMajor: of each rank, 0 = as many as arrive
+    int64_t capacity;   // rows there are: kSlab: of each expert; else of each rank, 0 = as many as arrive
 };
 
 struct ExchangePlan {
@@ -30,11 +30,12 @@ struct ExchangePlan {
     // token.
     std::vector<int64_t> bases;
     std::vector<int64_t> rows_per_rank;          // [R] rows that each rank receives, padding included
+    int64_t num_rows = 0;                        // mine, without those that only fill up to the capacity (not kSlab)
     std::vector<int32_t> num_tokens_per_expert;  // [E_local] routes that arrive here
     std::vector<int32_t> offsets;                // [E_local] where each expert's rows end, padding included
     // The most rows that a rank receives or (kFlat) its experts have: beyond 2^31 - 1 `offsets` is worthless.
     int64_t most_rows = 0;
-    // What has most rows beyond the capacity, expert (kSlab) or rank (kExpertMajor), and its rows; -1 = all fits.
+    // What has most rows beyond the capacity, expert (kSlab) or rank, and its rows; -1 = all fits.
     int64_t overflow_index = -1;
     int64_t overflow_rows = 0;
 };

@@ -141,7 +141,7 @@ class BlockPool:
         if lease.is_intact():
             return
         memory, used = lease.memory, lease.captured.placed.arrived.used
-        self._queue.zero(memory.address, memory.nbytes)
+        self._queue.set_bytes(memory.address, memory.nbytes, 0)
         self._queue.run(used.zero_)
 
     def release(self) -> None:
@@ -173,7 +173,7 @@ class BlockPool:
         memory = self._memory.allocate(nbytes)
         if memory is None:
             raise self._memory.exceeded("low-latency dispatch", self._me, nbytes, self._memory.limit)
-        self._queue.zero(memory.address, nbytes)
+        self._queue.set_bytes(memory.address, nbytes, 0)
         rows = memory.address
         values = rows + form.block.offsets[1] if form.kernel.value_bytes else 0
         return _Kept(memory, self._queue.ask(lambda: self._kernels.block(form.kernel, rows, values)))

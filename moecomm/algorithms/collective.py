@@ -41,7 +41,7 @@ from moecomm.placement import Placement
 
 __all__ = ["Collective"]
 
-_CARD_WORDS = 12
+_CARD_WORDS = 14
 _TEXT_BYTES = 960
 _REMEDY = "Construct the Communicator with a torch.distributed group of backend 'gloo' (or 'cpu:gloo,...')."
 
@@ -191,12 +191,12 @@ class Collective(Session):
                 reason = f"{call.title}: rank {rank} gave up: {text}"
                 raise PeerFailed(reason, operation=call.title, peers=(rank,))
             theirs = message[: _CARD_WORDS * 8].view(np.int64)
-            call.recorded |= bool(theirs[11])
-            if (theirs[:10] != card[:10]).any():
+            call.recorded |= bool(theirs[12])
+            if (theirs[:11] != card[:11]).any():
                 raise CallMismatch(
                     f"call #{call.sequence} differs between ranks: rank {self._group.rank} calls "
                     f"{describe(call.operation, call.words)}, rank {rank} calls "
-                    f"{describe(int(theirs[1]), tuple(theirs[2:10].tolist()))}; every rank must make the "
+                    f"{describe(int(theirs[1]), tuple(theirs[2:11].tolist()))}; every rank must make the "
                     "same calls in the same order",
                     operation=call.title,
                     peers=(rank,),
@@ -217,9 +217,11 @@ class Collective(Session):
             raise
         everybody = self._agree(call, counts, 0)
         self._num_announcements += 1
-        plan = plan_exchange(
-            everybody, placement, self._group.rank, routing.layout, routing.expert_alignment, routing.capacity
-        )
+        form = (routing.layout, routing.expert_alignment, routing.capacity)
+        try:
+            plan = plan_exchange(everybody, placement, self._group.rank, *form)
+        except ValueError as error:
+            raise type(error)(f"{call.title}: {error}") from None
         flat = routing.layout == "flat"
         plan_routes = self.kernels.plan_flat if flat else self.kernels.plan_expert_major
         return Routing(
@@ -231,6 +233,7 @@ class Collective(Session):
             capacity=routing.capacity,
             origin=call.sequence,
             fingerprint=fingerprint,
+            mode=routing.mode,
         )
 
     def _rows(self, routing: Routing) -> RowExchange:
@@ -291,7 +294,7 @@ class Collective(Session):
         chosen = routing.topk_idx[rows.tokens()].long()
         there = (chosen >= 0) & (self._placement.expert_rank[chosen] == rows.destinations()[:, None])
         local = torch.where(there, self._placement.expert_local[chosen], -1)
-        local_idx = rows.send(as_bytes(local)).view(torch.int32)
+        local_idx = rows.send(as_bytes(local), blank=0xFF).view(torch.int32)
         if topk_weights is None:
             return None, local_idx
         kept = torch.where(there, topk_weights[rows.tokens()], 0)

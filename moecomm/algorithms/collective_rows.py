@@ -81,10 +81,10 @@ class RowExchange:
         """Per rank, where the rows that come back from it begin."""
         return [sum(self._num_sent[:rank]) for rank in range(len(self._num_sent))]
 
-    def send(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sends `[sent, B]` uint8 rows; gives `[N, B]` rows in their final places, zero where nothing arrived."""
+    def send(self, rows: torch.Tensor, blank: int = 0) -> torch.Tensor:
+        """Sends `[sent, B]` uint8 rows; gives `[N, B]` rows in their final places, `blank` where nothing arrived."""
         arrived = self._all_to_all(rows, self._num_sent, self._num_received)
-        out = torch.zeros((self.num_rows, rows.shape[1]), dtype=torch.uint8)
+        out = torch.full((self.num_rows, rows.shape[1]), blank, dtype=torch.uint8)
         out[self._targets] = arrived
         return out
 

@@ -16,6 +16,7 @@ from moecomm.algorithms.signature import Operation, origin_of
 from moecomm.codecs.base import RowFormat
 from moecomm.devices.queue import OrderedQueue, Rooms
 from moecomm.devices.views import tensor_of
+from moecomm.errors import CapacityExceeded
 from moecomm.kernels.eager import Overflow, Sorted, message_bytes
 
 __all__ = ["EagerDispatch"]
@@ -138,14 +139,12 @@ class EagerDispatch:
 
     def _complete(self, found: Sorted) -> Routing:
         _, layout, alignment, *_ = routing = self.routing
-        origin = self.call.sequence
-        return Routing(
-            self.ids, layout, alignment, found.routes, found.counts, None, routing.capacity, origin, self.fingerprint
-        )
+        known = found.routes, found.counts, None, routing.capacity, self.call.sequence, self.fingerprint
+        return Routing(self.ids, layout, alignment, *known, mode=routing.mode)
 
-    def _overflow(self, overflow: Overflow) -> ValueError:
+    def _overflow(self, overflow: Overflow) -> CapacityExceeded:
         self.call.is_agreed_failure = True
         what = f"expert {overflow.index}" if self.form.kernel.capacity else f"rank {overflow.index}"
-        return ValueError(f"{self.call.title}: {overflow_message(what, overflow.need, overflow.room)}")
+        return CapacityExceeded(f"{self.call.title}: {overflow_message(what, overflow.need, overflow.room)}")
 
     _phases = (Phase("send", None, _send), Phase("receive", LANE_BEGUN, _receive))

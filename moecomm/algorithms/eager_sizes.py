@@ -118,7 +118,7 @@ class EagerSizes:
                 shape,
                 (row_bytes, value_bytes, *shape),
                 block_layout(math.prod(shape), (row_bytes, value_bytes)),
-                shape_words(layout, expert_alignment, row_format, num_topk, value_bytes > 0),
+                shape_words(layout, expert_alignment, capacity, row_format, num_topk, value_bytes > 0),
             )
         return form
 

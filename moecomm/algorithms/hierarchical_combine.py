@@ -83,7 +83,7 @@ class HierarchicalCombine(Combine):
     def _share(self) -> tuple[tuple[int, ...], list[_C.Block], int]:
         """As there, but of rows of fixed shape, which are mostly empty, only those that routes name are copied."""
         routing, memory = self.routing, self.exchange.memory
-        if not routing.capacity:
+        if routing.mode != "low_latency":
             return super()._share()
         assert routing.counts is not None
         kernels, experts = chosen_eager_kernels("cpu"), self.exchange.placement.expert_range(self.exchange.rank)

@@ -29,10 +29,10 @@ __all__ = ["MAX_PLANES", "Card", "Grant", "Mailbox", "Notice"]
 MAX_PLANES = 4
 _LINE = 64
 
-# Call number, operation, 8 words of signature; offsets of the planes, need, limit, refused, recording.
-_CARD = struct.Struct("10q4q4q")
+# Call number, operation, 9 words of signature; offsets of the planes, need, limit, refused, recording.
+_CARD = struct.Struct("11q4q4q")
 # Words that must agree, where refused and recording are, and the first of the offsets.
-_CARD_WORDS = (10, 16, 17, 10)
+_CARD_WORDS = (11, 17, 18, 11)
 _RECORDED = 2
 _NOWHERE = (-1,) * MAX_PLANES
 _GRANT = struct.Struct("5q")
@@ -48,7 +48,7 @@ class Card(NamedTuple):
     Attributes:
         sequence: number of the call.
         operation: code of the operation.
-        words: 8 integers that must agree on all ranks.
+        words: 9 integers that must agree on all ranks.
         offsets: where its planes lie in the arena (up to 4).
         need: bytes of receive memory it needs; 0 = none.
         limit: bytes it may have alive.
@@ -170,8 +170,8 @@ class Mailbox:
         start = self._offset(0, sequence, 0)
         for source in self._ranks:
             words = _CARD.unpack_from(self._view, start + source * self._sizes[0])
-            flags = (bool(words[16]), bool(words[17]))
-            cards.append(Card(words[0], words[1], words[2:10], words[10:14], words[14], words[15], *flags))
+            flags = (bool(words[17]), bool(words[18]))
+            cards.append(Card(words[0], words[1], words[2:11], words[11:15], words[15], words[16], *flags))
         return cards
 
     def counts(self, sequence: int) -> npt.NDArray[np.int32]:

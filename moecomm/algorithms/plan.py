@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moecomm import _C
+from moecomm.errors import CapacityExceeded
 from moecomm.placement import Placement
 
 __all__ = ["BlockLayout", "Layout", "Plan", "block_layout", "overflow_message", "plan_exchange"]
@@ -33,12 +34,14 @@ class Plan(NamedTuple):
         num_tokens_per_expert: `[E_local]` int32: routes that arrive here for each local expert.
         offsets: `[E_local]` int32: inclusive prefix sums of those, each padded to the alignment; SLAB: where each
             expert's rows end.
+        num_rows: rows of mine, without those that only fill up to a capacity (EXPERT_MAJOR, FLAT).
     """
 
     bases: npt.NDArray[np.int64]
     rows_per_rank: list[int]
     num_tokens_per_expert: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int32]
+    num_rows: int
 
 
 def plan_exchange(
@@ -57,27 +60,28 @@ def plan_exchange(
         rank: mine.
         layout: of the rows received.
         expert_alignment: each local expert's rows are padded to a multiple of it.
-        capacity: fixed shape: rows per expert (slab), rows in all (expert_major); 0 = as many as arrive.
+        capacity: fixed shape: rows per expert (slab), rows in all; 0 = as many as arrive.
 
     Raises:
-        ValueError: if a rank would receive more rows than fit; the same on every rank.
+        CapacityExceeded: more rows than the fixed shape has; the same on every rank.
+        ValueError: more rows than can be numbered; likewise.
     """
-    bases, rows_per_rank, tokens, offsets, most, full, need = _C.plan_exchange(
+    bases, rows_per_rank, tokens, offsets, num_rows, most, full, need = _C.plan_exchange(
         counts, placement.first_expert, rank, _ORDERS[layout], expert_alignment, capacity
     )
     if full >= 0:
         what = f"expert {full}" if layout == "slab" else f"rank {full}"
-        raise ValueError(overflow_message(what, need, capacity))
+        raise CapacityExceeded(overflow_message(what, need, capacity))
     if most > _MAX_ROWS:
         raise ValueError(f"a rank would receive {most} rows, at most {_MAX_ROWS} are possible: {rows_per_rank}")
-    return Plan(bases, rows_per_rank, tokens, offsets)
+    return Plan(bases, rows_per_rank, tokens, offsets, num_rows)
 
 
 def overflow_message(what: str, need: int, room: int) -> str:
     """Says that a fixed shape has no room for the rows of an expert or a rank."""
     return (
-        f"{need} rows for {what}, but there is room for {room}: tokens name experts of theirs more than once; remove "
-        "the duplicates, or use mode='throughput'"
+        f"{need} rows for {what}, but there is room for {room}. In mode 'throughput' give a larger capacity, or none; "
+        "in mode 'low_latency' tokens name experts of theirs more than once: remove the duplicates"
     )
 
 

@@ -107,7 +107,7 @@ class ReceiveMemory:
     def clear(self, block: _C.Block) -> None:
         """Makes a block read as zero, where that is possible without touching its pages."""
         if self.is_shared:
-            self._queue.zero(block.address, block.nbytes)
+            self._queue.set_bytes(block.address, block.nbytes, 0)
             return
         nbytes = -(-block.nbytes // _PAGE) * _PAGE
         self._mapping.punch(block.offset, nbytes)

@@ -12,6 +12,7 @@ from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call, 
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.homecoming import Homecoming
 from moecomm.algorithms.mailbox import MAX_PLANES, Card
+from moecomm.algorithms.plan import plan_exchange
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
@@ -57,6 +58,9 @@ class Combine:
         self.row_format = row_format
         self.topk_weights = topk_weights
         self.values = values
+        if routing.capacity and routing.mode == "throughput":
+            num_rows = self._num_rows(routing)  # what is beyond them need not be brought to where peers can read it
+            y, values = y[:num_rows], None if values is None else values[:num_rows]
         self.planes = row_format.encode(y)
         if values is not None:
             self.planes += (values,)
@@ -70,6 +74,11 @@ class Combine:
             self.far = Homecoming(exchange, routing, plane_bytes)
         words = words_of(routing, row_format, values, per_host=per_host)
         self.call = Call(Operation.COMBINE, words, phases, self, routing.recording)
+
+    def _num_rows(self, routing: Routing) -> int:
+        assert routing.counts is not None
+        placement, form = self.exchange.placement, (routing.layout, routing.expert_alignment, routing.capacity)
+        return plan_exchange(routing.counts.numpy(), placement, self.exchange.rank, *form).num_rows
 
     def prepare(self, queue: OrderedQueue) -> None:
         """Before the device's work: room for results, and what must live until it is done."""

@@ -93,9 +93,18 @@ class Dispatch:
         return ()
 
     def _reserve(self, counts: npt.NDArray[np.int32]) -> Grant:
-        """Plans, and sets receive memory aside if there is enough."""
+        """Plans, and sets receive memory aside if there is enough.
+
+        Raises:
+            CapacityExceeded, ValueError: a rank would receive more rows than fit; on all ranks alike.
+        """
         exchange, routing = self.exchange, self.routing
-        self.plan = plan_exchange(counts, exchange.placement, exchange.rank, routing.layout, routing.expert_alignment)
+        form = (routing.layout, routing.expert_alignment, routing.capacity)
+        try:
+            self.plan = plan_exchange(counts, exchange.placement, exchange.rank, *form)
+        except ValueError as error:
+            self.call.is_agreed_failure = True
+            raise type(error)(f"{self.call.title}: {error}") from None
         needs = [block_layout(self.plan.rows_per_rank[exchange.rank], self.planes).nbytes]
         if exchange.reach.far and not exchange.device.is_host:
             # What a device puts must lie in the memory that all have alike.
@@ -129,6 +138,7 @@ class Dispatch:
             expert_alignment=routing.expert_alignment,
             routes=routes,
             counts=torch.from_numpy(counts),
+            capacity=routing.capacity,
             origin=self.call.sequence,
             fingerprint=self.fingerprint,
         )
@@ -159,7 +169,7 @@ class Dispatch:
         return [Grant(card.offsets[place], card.need, card.limit, card.refused) for card in self.cards]
 
     def _look(self) -> None:
-        """Learns where everybody's rows go, and zeroes the padding here."""
+        """Learns where everybody's rows go, and makes the padding here read as nothing."""
         exchange = self.exchange
         grants = self._grants()
         for rank, grant in enumerate(grants):
@@ -168,7 +178,7 @@ class Dispatch:
         self._offsets = [grant.offset for grant in grants]
         self._layouts = [block_layout(rows, self.planes).offsets for rows in self.plan.rows_per_rank]
         bases = [base + offset for base, offset in zip(exchange.bases, self._offsets, strict=True)]
-        self._zero_padding(bases[exchange.rank], self._layouts[exchange.rank])
+        self._blank_padding(bases[exchange.rank], self._layouts[exchange.rank])
         self.addresses = [
             [base + offsets[plane] for base, offsets in zip(bases, self._layouts, strict=True)]
             for plane in range(len(self.planes))
@@ -225,15 +235,23 @@ class Dispatch:
     def _pack(self, departure: Departure) -> None:
         self._write(self.routing._replace(routes=departure.routes(self.routing.topk_idx)))
 
-    def _zero_padding(self, base: int, offsets: tuple[int, ...]) -> None:
-        """Zeroes my rows between the real ones of an expert and its padded end."""
-        if self.flat or self.routing.expert_alignment == 1:
-            return
-        ends = self.plan.offsets
-        starts = np.concatenate((ends[:1] * 0, ends[:-1])) + self.plan.num_tokens_per_expert
-        spans = [(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True) if end > start]
-        for offset, row_bytes in zip(offsets, self.planes, strict=True):
-            self.exchange.queue.zero_rows(base + offset, row_bytes, spans)
+    def _blank_padding(self, base: int, offsets: tuple[int, ...]) -> None:
+        """Blanks my rows between the real ones of an expert and its padded end, and those up to the capacity."""
+        plan, routing = self.plan, self.routing
+        spans: list[tuple[int, int]] = []
+        if not self.flat and routing.expert_alignment > 1:
+            ends = plan.offsets
+            starts = np.concatenate((ends[:1] * 0, ends[:-1])) + plan.num_tokens_per_expert
+            spans = [(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True) if end > start]
+        if routing.capacity > plan.num_rows:
+            spans.append((plan.num_rows, routing.capacity))
+        ids = len(self.row_format.plane_bytes) if self.flat else None
+        for plane, (offset, row_bytes) in enumerate(zip(offsets, self.planes, strict=True)):
+            if plane != ids:
+                self.exchange.queue.zero_rows(base + offset, row_bytes, spans)
+            for start, end in spans if plane == ids else ():
+                where = base + offset + start * row_bytes, (end - start) * row_bytes
+                self.exchange.queue.set_bytes(*where, 0xFF)  # ids of -1
 
     def _arrive(self) -> None:
         queue = self.exchange.queue

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call
 from moecomm.algorithms.mailbox import Notice
-from moecomm.errors import CallMismatch, PeerFailed, PeerLost, PeerTimeout
+from moecomm.errors import CallMismatch, CapacityExceeded, MemoryLimitExceeded, PeerFailed, PeerLost, PeerTimeout
 from moecomm.transports.base import Transport
 
-__all__ = ["agreed", "failed", "lost", "stalled", "timed_out"]
+__all__ = ["AGREED", "agreed", "failed", "lost", "stalled", "timed_out"]
+
+AGREED: tuple[type[Exception], ...] = (ValueError, MemoryLimitExceeded, CapacityExceeded, CallMismatch)
+"""What all ranks raise alike, in the order of the kinds of notices."""
 
 _RAISE_LIMIT = "if a rank is merely slow, construct the Communicator with a larger timeout"
 

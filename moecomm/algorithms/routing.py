@@ -51,13 +51,14 @@ class Routing(NamedTuple):
         counts: `[R, E + R]` int32 on the host, or None before they are known.
         stamp: `[2]` int64 on the host (number of the dispatch, fingerprint of `topk_idx`), or None: not known, or not
             made yet.
-        capacity: 0 = as many rows as arrive; else the shape is fixed: rows per expert (slab), rows in all
-            (expert_major).
+        capacity: 0 = as many rows as arrive; else the shape is fixed: rows per expert (slab), rows in all. The same on
+            all ranks.
         origin, fingerprint: what the stamp says, where that is known without reading a tensor; else None.
         recording: autograd records the call here. Ranks need not agree.
         is_hosted: the host must know what comes of the call: autograd records it, or it is an operator's. On a device
             all ranks agree.
         on_device: what the device alone knows, with counts and stamp; None: the host knows all.
+        mode: which algorithm carries it: `throughput`, or `low_latency`, whose shapes are always fixed.
     """
 
     topk_idx: torch.Tensor
@@ -72,6 +73,7 @@ class Routing(NamedTuple):
     recording: bool = False
     is_hosted: bool = False
     on_device: DeviceRouting | None = None
+    mode: str = "throughput"
 
     def known_to_host(self) -> Routing:
         """The same with counts and stamp on the host, which waits for the device if it has to."""

@@ -27,7 +27,6 @@ from moecomm.algorithms.signature import Operation, describe
 from moecomm.errors import (
     CallMismatch,
     CommunicatorClosed,
-    MemoryLimitExceeded,
     PeerFailed,
     TooManyInFlight,
     TransportError,
@@ -45,7 +44,6 @@ _REACHED = WaitOutcome.REACHED
 # Kinds of notices. An agreed failure follows from what all ranks know, and all raise it alike, whether they find out
 # themselves or are told first; a rank that gave up because another did is not worth naming beside that one.
 _OWN_REASON, _FOLLOWED, _AGREED = range(3)
-_AGREED_ERRORS: tuple[type[Exception], ...] = (ValueError, MemoryLimitExceeded, CallMismatch)
 
 
 class Sequencer:
@@ -314,7 +312,7 @@ class Sequencer:
         for notice in notices:
             if notice.kind >= _AGREED:
                 call.is_agreed_failure = True
-                raise reports.agreed(_AGREED_ERRORS[notice.kind - _AGREED], notice, call)
+                raise reports.agreed(reports.AGREED[notice.kind - _AGREED], notice, call)
         # A peer that has died is a better answer than a peer that gave up because of it.
         told = {notice.rank for notice in notices}
         # A stream looks at counters by itself.
@@ -373,8 +371,8 @@ class Sequencer:
     def _give_up(self, call: Call, error: BaseException) -> None:
         """Tells the peers that this rank has stopped, and keeps memory that they may still touch."""
         kind, text = _FOLLOWED if isinstance(error, PeerFailed) else _OWN_REASON, f"{type(error).__name__}: {error}"
-        if call.is_agreed_failure and type(error) in _AGREED_ERRORS:
-            kind, text = _AGREED + _AGREED_ERRORS.index(type(error)), str(error)
+        if call.is_agreed_failure and type(error) in reports.AGREED:
+            kind, text = _AGREED + reports.AGREED.index(type(error)), str(error)
         self.mailbox.send_notice(call.sequence, kind, text, LANE_NOTICED)
         self.signal_all(LANE_BEGUN, call)
         self._owed = max(self._owed, call.sequence + 1)

@@ -43,16 +43,18 @@ _LAYOUTS = ("expert_major", "flat", "slab")
 
 
 @lru_cache(maxsize=256)
-def shape_words(layout: Layout, expert_alignment: int, row_format: RowFormat, num_topk: int, extra: bool) -> Words:
-    """What ranks must agree on but for the handle, as 7 integers; see `words_of`."""
-    return _LAYOUTS.index(layout), expert_alignment, *row_format.words, num_topk, int(extra)
+def shape_words(
+    layout: Layout, expert_alignment: int, capacity: int, row_format: RowFormat, num_topk: int, extra: bool
+) -> Words:
+    """What ranks must agree on but for the handle, as 8 integers; see `words_of`."""
+    return _LAYOUTS.index(layout), expert_alignment, capacity, *row_format.words, num_topk, int(extra)
 
 
 def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None, *, per_host: bool = False) -> Words:
-    """What the ranks of a call must agree on, as the 8 integers that are sent.
+    """What the ranks of a call must agree on, as the 9 integers that are sent.
 
-    They are: layout; alignment; codec, dtype and hidden size of the rows; K; 1 if something travels beside each row,
-    plus 2 if a combine sums per host; number of the dispatch that made the handle, or -1.
+    They are: layout; alignment; capacity, or 0; codec, dtype and hidden size of the rows; K; 1 if something travels
+    beside each row, plus 2 if a combine sums per host; number of the dispatch that made the handle, or -1.
 
     Arguments:
         routing: of the call.
@@ -61,7 +63,8 @@ def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None
         per_host: each host's rows are summed there.
     """
     num_topk = routing.topk_idx.shape[1]
-    words = shape_words(routing.layout, routing.expert_alignment, row_format, num_topk, extra is not None)
+    form = (routing.layout, routing.expert_alignment, routing.capacity)
+    words = shape_words(*form, row_format, num_topk, extra is not None)
     if per_host:
         words = (*words[:-1], words[-1] + _PER_HOST)
     return *words, origin_of(routing)
@@ -69,12 +72,14 @@ def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None
 
 def describe(operation: int, words: Words) -> str:
     """A call in words, from what was sent."""
-    layout, alignment, codec, dtype, hidden, num_topk, weights, origin = words
+    layout, alignment, capacity, codec, dtype, hidden, num_topk, weights, origin = words
     title = Operation(operation).title if operation in list(Operation) else f"operation {operation}"
     text = (
         f"{title}(hidden={hidden}, dtype={dtype_name(dtype)}, num_topk={num_topk}, "
         f"layout={_LAYOUTS[layout] if 0 <= layout < len(_LAYOUTS) else layout}, expert_alignment={alignment}"
     )
+    if capacity:
+        text += f", capacity={capacity}"
     if codec:
         text += f", codec={codec}"
     text += f", travelling weights={'yes' if weights % _PER_HOST else 'no'}"

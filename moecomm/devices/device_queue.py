@@ -247,9 +247,9 @@ class DeviceQueue(OrderedQueue):
         if nbytes:
             self._stream.submit(lambda: self._bytes(target, nbytes).copy_(self._bytes(source, nbytes)))
 
-    def zero(self, address: int, nbytes: int) -> None:
+    def set_bytes(self, address: int, nbytes: int, value: int) -> None:
         if nbytes:
-            self._stream.submit(lambda: self._bytes(address, nbytes).zero_())
+            self._stream.submit(lambda: self._bytes(address, nbytes).fill_(value))
 
     def zero_rows(self, address: int, row_bytes: int, spans: Sequence[tuple[int, int]]) -> None:
         if spans and row_bytes:

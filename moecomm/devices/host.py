@@ -92,12 +92,12 @@ class HostQueue(Queue):
     def copy(self, target: int, source: int, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
-    def zero(self, address: int, nbytes: int) -> None:
-        ctypes.memset(address, 0, nbytes)
+    def set_bytes(self, address: int, nbytes: int, value: int) -> None:
+        ctypes.memset(address, value, nbytes)
 
     def zero_rows(self, address: int, row_bytes: int, spans: Sequence[tuple[int, int]]) -> None:
         for start, end in spans:
-            self.zero(address + start * row_bytes, (end - start) * row_bytes)
+            self.set_bytes(address + start * row_bytes, (end - start) * row_bytes, 0)
 
     def claim(self, block: _C.Block) -> None:
         """Nothing is late."""

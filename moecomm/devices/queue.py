@@ -75,8 +75,8 @@ class Queue(abc.ABC):
         """Copies between addresses."""
 
     @abc.abstractmethod
-    def zero(self, address: int, nbytes: int) -> None:
-        """Zeroes memory."""
+    def set_bytes(self, address: int, nbytes: int, value: int) -> None:
+        """Gives every byte of memory the value, 0 to 255."""
 
     @abc.abstractmethod
     def zero_rows(self, address: int, row_bytes: int, spans: Sequence[tuple[int, int]]) -> None:

@@ -9,6 +9,8 @@ Written from the definition of the canonical order and from nothing else; it sha
     slab            the same, but then zero rows up to `capacity`, the same for each expert
     flat            for each source rank, for each of its tokens that chose any local expert: one row
 
+With a capacity, expert_major and flat are followed by zero rows up to it.
+
 Both functions are plain torch and differentiable, so autograd through them is the reference for gradients, too.
 """
 
@@ -68,10 +70,10 @@ def reference_dispatch(
         rank: whose receive side.
         layout: "expert_major", "slab" or "flat".
         expert_alignment: pads the rows of each expert (expert_major).
-        capacity: rows of each expert (slab).
+        capacity: rows of each expert (slab), of the rank (0 = as many as arrive).
 
     Raises:
-        ValueError: the layout is unknown, or more routes lead to an expert than `capacity`.
+        ValueError: the layout is unknown, or there are more rows than `capacity`.
     """
     experts = _local_experts(num_experts, len(xs), rank)
     counts = _routes_per_expert(topk_idxs, num_experts)[experts.start : experts.stop]
@@ -196,7 +198,8 @@ def _local_experts(num_experts: int, num_ranks: int, rank: int) -> range:
 def _sources(topk_idxs: Sequence[Tensor], experts: range, layout: str, expert_alignment: int, capacity: int) -> Tensor:
     """Source rank, token and k of every row, `[N, 3]`, in the canonical order; -1 for padding, and for k in flat."""
     if layout == "flat":
-        return torch.cat([_flat_rows(source, idx, experts) for source, idx in enumerate(topk_idxs)])
+        rows = torch.cat([_flat_rows(source, idx, experts) for source, idx in enumerate(topk_idxs)])
+        return _filled_up(rows, capacity)
     if layout not in ("expert_major", "slab"):
         raise ValueError(f"layout must be 'expert_major', 'slab' or 'flat', got {layout!r}")
     # nonzero lists by token, then k; so the routes are listed by source, token, k, and a stable sort keeps that order.
@@ -210,7 +213,13 @@ def _sources(topk_idxs: Sequence[Tensor], experts: range, layout: str, expert_al
     padding_before = (padded - counts).cumsum(0) - (padded - counts)
     rows = torch.full((int(padded.sum()), 3), -1)
     rows[torch.arange(len(routes)) + padding_before[local_expert]] = routes[order, 1:]
-    return rows
+    return rows if layout == "slab" else _filled_up(rows, capacity)
+
+
+def _filled_up(rows: Tensor, capacity: int) -> Tensor:
+    if 0 < capacity < len(rows):
+        raise ValueError(f"capacity: the rank receives {len(rows)} rows, and there are {capacity}")
+    return torch.cat([rows, torch.full((max(0, capacity - len(rows)), 3), -1)])
 
 
 def _routes_of(source: int, idx: Tensor, experts: range) -> Tensor:

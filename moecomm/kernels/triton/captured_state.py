@@ -10,14 +10,14 @@ are in the first word of the status, which each kernel reads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moecomm.errors import CallMismatch, PeerTimeout
+from moecomm.errors import CallMismatch, CapacityExceeded, PeerTimeout
 from moecomm.kernels.triton.lanes import EXPECTED, FAILED
 from moecomm.kernels.triton.signals import make_status, raise_if_behind
 
@@ -27,7 +27,6 @@ __all__ = [
     "NUM_SLOTS",
     "OPERATIONS",
     "OVERFLOW",
-    "CapacityExceeded",
     "Control",
     "Operation",
     "check_control",
@@ -46,28 +45,6 @@ OVERFLOW = tl.constexpr(-1)
 BAD_ID = tl.constexpr(-2)
 MISMATCH = tl.constexpr(-3)
 _NUM_WORDS = 5
-
-
-class CapacityExceeded(ValueError):
-    """Rows did not fit into the fixed shape, the same on every rank; nothing was written.
-
-    Attributes:
-        index: the expert (slab) or the rank (expert_major).
-        need: its rows.
-        room: the rows there are.
-    """
-
-    def __init__(self, operation: str, index: int, need: int, room: int) -> None:
-        super().__init__(
-            f"{operation}: {need} rows for expert (slab) or rank (expert_major) {index}, but there is room for {room}; "
-            "give a larger capacity"
-        )
-        self.index = index
-        self.need = need
-        self.room = room
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CapacityExceeded, (str(self.args[0]).split(":")[0], self.index, self.need, self.room)
 
 
 class Operation(NamedTuple):
@@ -179,7 +156,10 @@ def failure_of(
             peers=(first,),
         )
     if kind == OVERFLOW.value:
-        return CapacityExceeded(operation, first, second, third)
+        return CapacityExceeded(
+            f"{operation}: {second} rows for expert (slab) or rank {first}, but there is room for {third}; "
+            "give a larger capacity"
+        )
     t, k = divmod(second, num_topk)
     return ValueError(f"{operation}: topk_idx[{t}, {k}] = {third} of {describe(first)} is not an expert")
 

@@ -3,7 +3,7 @@
 Each module has plain functions `check_...` and lists them in `CHECKS`; they raise AssertionError with what is wrong.
 A `World` says how ranks are made and which transport they use. To hold your own to the contract, with pytest:
 
-    from moecomm.testing.contracts import World, algorithm, domains, transport
+    from moecomm.testing.contracts import World, algorithm, capacity, domains, transport
 
     WORLD = World(backend="processes", transport="mine")
 
@@ -13,6 +13,10 @@ A `World` says how ranks are made and which transport they use. To hold your own
 
     @pytest.mark.parametrize("check", algorithm.CHECKS)
     def test_mine_under_the_algorithms(check):
+        check(WORLD)
+
+    @pytest.mark.parametrize("check", capacity.CHECKS)
+    def test_mine_with_a_capacity(check):
         check(WORLD)
 
     @pytest.mark.parametrize("check", domains.CHECKS)
