@@ -144,6 +144,10 @@ class Session(abc.ABC):
         """`RowKernels.count_routes` of ids on the device; `counts` is on the host."""
         return self.kernels.count_routes(topk_idx, placement.expert_rank, placement.num_ranks, counts)
 
+    def describe_wires(self) -> list[str]:
+        """See `Transport.describe_wires`."""
+        return []
+
     @abc.abstractmethod
     def waiting_times(self) -> tuple[list[float], list[float]]:
         """Seconds that waits have waited for each rank: in all, and at most in one wait."""

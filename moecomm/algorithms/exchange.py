@@ -136,6 +136,9 @@ class Exchange(Session):
     def poll(self, call: Call) -> bool:
         return self.sequencer.poll(call)
 
+    def describe_wires(self) -> list[str]:
+        return self.transport.describe_wires()
+
     def waiting_times(self) -> tuple[list[float], list[float]]:
         return self.transport.waiting_times()
 
