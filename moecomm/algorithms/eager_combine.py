@@ -87,7 +87,8 @@ class EagerCombine:
             kept += (keeper,)
         if self.far is not None and windows.landings is not None:
             landing = self.window * windows.landing_bytes
-            self.far.send(self.planes, windows.landings, [landing] * exchange.transport.num_ranks)
+            sources = [plane.data_ptr() for plane in self.planes]
+            self.far.send(sources, windows.landings, [landing] * exchange.transport.num_ranks)
         exchange.sequencer.send_card(call, offsets, missing, exchange.memory.fixed_limit, refused=missing > 0)
         windows.kept[self.window] = kept
 
@@ -146,6 +147,7 @@ class EagerCombine:
             where[exchange.rank] = plane.data_ptr()
         if windows.landings is not None:
             far.readdress(addresses, windows.landings.address + self.window * windows.landing_bytes)
-        return far.routes
+        (routes,) = far.make_routes()
+        return routes
 
     _phases = (Phase("send", None, _send), Phase("receive", LANE_BEGUN, _receive))

@@ -15,6 +15,8 @@ from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.far_rows import FarRows, Run
 from moecomm.algorithms.plan import block_layout
 from moecomm.algorithms.routing import Routing
+from moecomm.devices.queue import Tensors
+from moecomm.kernels.far_runs import FarRun
 from moecomm.transports.base import Region
 
 __all__ = ["Homecoming"]
@@ -33,7 +35,6 @@ class Homecoming:
 
     Attributes:
         nbytes: memory that my rows from far ranks need.
-        routes: `[T, K]` int64: as in the handle, but rows of far ranks are numbered as they land.
     """
 
     def __init__(self, exchange: Exchange, routing: Routing, plane_bytes: Sequence[int]) -> None:
@@ -42,7 +43,6 @@ class Homecoming:
         self._plane_bytes = tuple(plane_bytes)
         self._mine = self._rows_of(exchange.rank)
         self.nbytes = block_layout(self._mine.num_rows, self._plane_bytes).nbytes
-        self.routes = self._mine.routes(exchange.kernels, routing.topk_idx)
 
     def _rows_of(self, source: int) -> FarRows:
         exchange, routing = self._exchange, self._routing
@@ -57,12 +57,16 @@ class Homecoming:
             routing.capacity,
         )
 
-    def send(self, planes: Sequence[torch.Tensor], region: Region, landings: Sequence[int]) -> None:
+    def make_routes(self) -> Tensors:
+        """`[T, K]` int64: as in the handle, but rows of far ranks are numbered as they land; by the device's work."""
+        return (self._exchange.far_routes(self._mine, self._routing.topk_idx),)
+
+    def send(self, sources: Sequence[int], region: Region, landings: Sequence[int]) -> None:
         """Sends the rows of far ranks' tokens home.
 
         Arguments:
-            planes: contiguous, rows in the order of the handle.
-            region: where they land.
+            sources: addresses of the planes, rows in the order of the handle; on a device, in receive memory.
+            region: where they land; on a device, receive memory.
             landings: per rank, the offset of its memory for them.
         """
         exchange, me = self._exchange, self._exchange.rank
@@ -70,15 +74,18 @@ class Homecoming:
             theirs = self._rows_of(home)
             offsets = block_layout(theirs.num_rows, self._plane_bytes).offsets
             runs = theirs.runs(me)
-            for plane, offset, nbytes in zip(planes, offsets, self._plane_bytes, strict=True):
-                if nbytes:
-                    self._put(plane, nbytes, region, landings[home] + offset, runs, home)
+            for source, offset, nbytes in zip(sources, offsets, self._plane_bytes, strict=True):
+                landing = landings[home] + offset
+                if not nbytes:
+                    continue
+                if exchange.device.is_host:
+                    self._put(source, nbytes, region, landing, runs, home)
+                else:
+                    exchange.put(source, runs_of_rows(home, landing, runs, nbytes))
 
-    def _put(
-        self, plane: torch.Tensor, row_bytes: int, region: Region, landing: int, runs: Sequence[Run], home: int
-    ) -> None:
+    def _put(self, rows: int, row_bytes: int, region: Region, landing: int, runs: Sequence[Run], home: int) -> None:
         """Puts runs that lie apart here and behind each other at home; short ones together, as one message."""
-        transport, rows = self._exchange.transport, plane.data_ptr()
+        transport = self._exchange.transport
         self._exchange.hops.between += row_bytes * sum(count for _, _, count in runs)
         begin = 0
         while begin < len(runs):
@@ -102,3 +109,10 @@ class Homecoming:
         for where, parts in zip(addresses, self._mine.addresses(landing, self._plane_bytes), strict=True):
             for rank, part in parts.items():
                 where[rank] = part
+
+
+def runs_of_rows(home: int, landing: int, runs: Sequence[Run], row_bytes: int) -> list[FarRun]:
+    """Runs of rows that lie apart here and behind each other from offset `landing` on at home."""
+    return [
+        FarRun(home, landing + there * row_bytes, here * row_bytes, count * row_bytes) for here, there, count in runs
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from moecomm.algorithms import reports
@@ -307,7 +307,8 @@ class Sequencer:
                 raise reports.agreed(_AGREED_ERRORS[notice.kind - _AGREED], notice, call)
         # A peer that has died is a better answer than a peer that gave up because of it.
         told = {notice.rank for notice in notices}
-        last_lane = max(phase.lane or 0 for phase in call.phases)
+        # A stream looks at counters by itself.
+        last_lane = max(LANE_DONE if phase.is_stream else phase.lane or 0 for phase in call.phases)
         lost = [rank for rank in self._gone() if rank not in told and self._is_behind(rank, last_lane, call)]
         if lost:
             raise reports.lost(self.transport, call, lost)
@@ -317,6 +318,10 @@ class Sequencer:
 
     def _is_behind(self, rank: int, lane: int, call: Call) -> bool:
         return self.transport.lane(lane, rank) <= call.sequence
+
+    def behind(self, lane: int, call: Call, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Those of the ranks that have not come that far with the call; for streams, which wait for some ranks only."""
+        return tuple(rank for rank in ranks if self._is_behind(rank, lane, call))
 
     def _gone(self) -> list[int]:
         return [rank for rank in self.transport.gone() if rank != self.transport.rank]

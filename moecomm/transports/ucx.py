@@ -37,7 +37,6 @@ class UcxTransport(Transport):
 
     Attributes:
         connect_timeout: seconds in which all ranks must have met.
-        stall_timeout: seconds that a put, a signal or a flush waits for a peer that takes nothing in.
         goodbye_timeout: seconds that closing waits until the peers have taken in what was sent.
         one_sided: whether large puts are one-sided: None = to the peers whose wire can do that, True = to all (UCX
             emulates it where the wire cannot), False = to none, and peers' puts to me neither.
@@ -47,7 +46,6 @@ class UcxTransport(Transport):
     name = "ucx"
     capabilities = Capabilities(device_types=("cpu",), addressable=False, crosses_hosts=True)
     connect_timeout = 60.0
-    stall_timeout = 100.0
     goodbye_timeout = 2.0
     one_sided: bool | None = None
     one_sided_bytes = 64 << 10
