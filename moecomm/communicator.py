@@ -346,7 +346,10 @@ class Communicator(Status):
         return rows.view(-1, handle.capacity, self.hidden) if handle.layout == "slab" else rows
 
     def trim(self) -> int:
-        """Gives receive memory that is not in use back to the system; returns the bytes. Not collective."""
+        """Gives receive memory that is not in use back to the system; returns the bytes. Not collective.
+
+        What peers may write to over RDMA is asked back from them, and goes with a later call.
+        """
         return self._exchanger.trim()
 
     def close(self) -> None:

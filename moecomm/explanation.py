@@ -27,7 +27,7 @@ def explain(session: Session, transport_name: str, rank: int) -> str:
     """
     topology = session.topology
     numbers = f"{topology.num_ranks} ranks on {topology.num_hosts} hosts in {topology.num_domains} domains"
-    lines = _entry("transport", transport_name, *_refused(session.refusals))
+    lines = _entry("transport", transport_name, *session.describe_wires(), *_refused(session.refusals))
     lines += _entry("topology", f"{numbers}; print(comm.topology) draws them")
     for mode, algorithm in session.algorithms.items():
         lines += _entry(mode.replace("_", " "), algorithm.name, *_details(session, mode, algorithm))

@@ -45,6 +45,7 @@ def let_a_stranger_write(group):
         stranger.connect([addresses[0], b""], b"\0" * 16)
         stranger.set_region(0, _C.Mapping.create_private(2 * MIB))
         data = b"\xff" * (2 * MIB)
+        stranger.allow_one_sided(0, 1)
         for nbytes in (1, 5000, 2 * MIB):  # by every protocol that UCX has
             assert stranger.put(0, 0, 0, address_of(data), nbytes, 1, 1, PATIENCE)
         assert stranger.signal(0, 1, 1, PATIENCE)
@@ -56,6 +57,7 @@ def let_a_stranger_write(group):
         assert not any(ctypes.string_at(region.address, region.nbytes))
         assert [transport.lane(1, source) for source in range(2)] == [0, 0]
         assert transport.gone() == []
+        assert transport._wire.registered_bytes() == 0
         assert any("does not carry the group's secret" in record for record in records), records
     # The group's own connection goes on.
     transport.signal_all(0, 1)

@@ -13,6 +13,7 @@ from moecomm.transports.ucx_library import find_library
 
 PATIENCE = 20.0
 MIB = 1 << 20
+SEGMENT = 16 * MIB  # of a region; registered at once
 
 needs_ucx = pytest.mark.skipif(bool(find_library().problem), reason=f"no UCX here: {find_library().problem}")
 

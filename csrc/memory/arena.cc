@@ -160,6 +160,8 @@ std::size_t Arena::trim() {
 
 std::size_t Arena::trim_locked() {
     if (!mapping_->is_sparse()) return 0;
+    // What is pinned is in memory, whether or not a block ever touched it.
+    for (const auto& [start, end] : mapping_->pinned(begin_, end_)) touch(start, end);
     const std::size_t before = touched_bytes_;
     auto block = blocks_.begin();
     const std::size_t base = mapping_->address();
@@ -178,7 +180,8 @@ std::size_t Arena::trim_locked() {
     touched_.clear();
     touched_bytes_ = 0;
     for (const auto& [offset, taken] : blocks_) touch(offset, offset + taken.size);
-    return before - touched_bytes_;
+    for (const auto& [start, end] : mapping_->pinned(begin_, end_)) touch(start, end);
+    return before > touched_bytes_ ? before - touched_bytes_ : 0;  // more may have been pinned meanwhile
 }
 
 ArenaUsage Arena::usage() const {

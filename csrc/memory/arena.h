@@ -36,7 +36,7 @@ class Arena {
     // Offset of a block of at least `nbytes`, or nothing when the limit does not allow it.
     std::optional<std::size_t> allocate(std::size_t nbytes);
     void release(std::size_t offset) noexcept;
-    // Gives all pages outside live blocks back to the system; returns their bytes.
+    // Gives all pages outside live blocks back to the system, but for pinned ones; returns their bytes.
     std::size_t trim();
 
     ArenaUsage usage() const;

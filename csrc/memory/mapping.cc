@@ -5,7 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -83,9 +85,72 @@ void Mapping::close_fd() {
 
 void Mapping::punch(std::size_t offset, std::size_t nbytes) {
     if (nbytes == 0 || borrowed_from_ || getpid() != owner_) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::size_t from = offset;
+    for (const auto& [begin, end] : pinned_locked(offset, offset + nbytes)) {
+        give_back(from, begin);
+        from = end;
+    }
+    give_back(from, offset + nbytes);
+    for (auto pin = pins_.lower_bound(offset); pin != pins_.end(); ++pin)
+        if (pin->first + pin->second.nbytes <= offset + nbytes) pin->second.is_unwanted = true;
+}
+
+void Mapping::clear(std::size_t offset, std::size_t nbytes) {
+    if (borrowed_from_ || getpid() != owner_) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::size_t from = offset;
+    for (const auto& [begin, end] : pinned_locked(offset, offset + nbytes)) {
+        give_back(from, begin);
+        std::memset(static_cast<char*>(base_) + begin, 0, end - begin);
+        from = end;
+    }
+    give_back(from, offset + nbytes);
+}
+
+void Mapping::give_back(std::size_t begin, std::size_t end) {
+    if (begin == end) return;
     // MADV_REMOVE frees the pages of a shared file for every process that maps it; private pages are just dropped.
-    char* start = static_cast<char*>(base_) + offset;
+    char* const start = static_cast<char*>(base_) + begin;
+    const std::size_t nbytes = end - begin;
     if (madvise(start, nbytes, MADV_REMOVE) != 0 && madvise(start, nbytes, MADV_DONTNEED) != 0) fail("madvise");
+}
+
+void Mapping::pin(std::size_t offset, std::size_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pins_[offset] = {nbytes, false};
+}
+
+void Mapping::unpin(std::size_t offset) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pins_.erase(offset);
+}
+
+std::vector<std::pair<std::size_t, std::size_t>> Mapping::pinned(std::size_t begin, std::size_t end) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return pinned_locked(begin, end);
+}
+
+std::vector<std::pair<std::size_t, std::size_t>> Mapping::pinned_locked(std::size_t begin, std::size_t end) const {
+    std::vector<std::pair<std::size_t, std::size_t>> found;
+    for (const auto& [offset, pin] : pins_) {
+        const std::size_t from = std::max(begin, offset), to = std::min(end, offset + pin.nbytes);
+        if (from < to) found.emplace_back(from, to);
+    }
+    return found;
+}
+
+std::size_t Mapping::pinned_bytes() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::size_t nbytes = 0;
+    for (const auto& entry : pins_) nbytes += entry.second.nbytes;
+    return nbytes;
+}
+
+bool Mapping::is_unwanted(std::size_t offset) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = pins_.find(offset);
+    return found != pins_.end() && found->second.is_unwanted;
 }
 
 std::size_t Mapping::resident_bytes() const {

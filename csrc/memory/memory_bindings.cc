@@ -51,6 +51,11 @@ void bind_memory(py::module_& m) {
         .def_property_readonly("fd", &Mapping::fd)
         .def("close_fd", &Mapping::close_fd)
         .def("punch", &Mapping::punch, py::arg("offset"), py::arg("nbytes"))
+        .def("clear", &Mapping::clear, py::arg("offset"), py::arg("nbytes"))
+        .def("pin", &Mapping::pin, py::arg("offset"), py::arg("nbytes"))
+        .def("unpin", &Mapping::unpin, py::arg("offset"))
+        .def("pinned_bytes", &Mapping::pinned_bytes)
+        .def("is_unwanted", &Mapping::is_unwanted, py::arg("offset"))
         .def("resident_bytes", &Mapping::resident_bytes)
         .def(
             "view",

@@ -39,6 +39,15 @@ Api resolve(void* ucp) {
     find(ucp, "ucp_ep_close_nbx", api.ep_close_nbx);
     find(ucp, "ucp_am_send_nbx", api.am_send_nbx);
     find(ucp, "ucp_am_recv_data_nbx", api.am_recv_data_nbx);
+    find(ucp, "ucp_ep_query", api.ep_query);
+    find(ucp, "ucp_ep_flush_nbx", api.ep_flush_nbx);
+    find(ucp, "ucp_mem_map", api.mem_map);
+    find(ucp, "ucp_mem_unmap", api.mem_unmap);
+    find(ucp, "ucp_rkey_pack", api.rkey_pack);
+    find(ucp, "ucp_rkey_buffer_release", api.rkey_buffer_release);
+    find(ucp, "ucp_ep_rkey_unpack", api.ep_rkey_unpack);
+    find(ucp, "ucp_rkey_destroy", api.rkey_destroy);
+    find(ucp, "ucp_put_nbx", api.put_nbx);
     find(ucp, "ucp_request_check_status", api.request_check_status);
     find(ucp, "ucp_request_free", api.request_free);
     // Looking a name up in a library also looks in those that it depends on.

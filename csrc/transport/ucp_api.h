@@ -25,9 +25,13 @@ constexpr Status kErrorLast = -100;
 struct OpaqueContext;
 struct OpaqueWorker;
 struct OpaqueEndpoint;
+struct OpaqueMemory;
+struct OpaqueRemoteKey;
 using Context = OpaqueContext*;
 using Worker = OpaqueWorker*;
 using Endpoint = OpaqueEndpoint*;
+using Memory = OpaqueMemory*;
+using RemoteKey = OpaqueRemoteKey*;
 
 // What a non-blocking call returns: null = done, an error's number, or a request in progress.
 using Request = void*;
@@ -45,6 +49,7 @@ using ErrorCallback = void (*)(void* arg, Endpoint endpoint, Status status);
 
 constexpr std::uint64_t kParamsFeatures = 1 << 0;
 constexpr std::uint64_t kParamsNumEndpoints = 1 << 6;
+constexpr std::uint64_t kFeatureOneSided = 1 << 1;
 constexpr std::uint64_t kFeatureWakeup = 1 << 4;
 constexpr std::uint64_t kFeatureActiveMessages = 1 << 6;
 struct Params {
@@ -113,6 +118,37 @@ struct EndpointParams {
     SocketAddress local_sockaddr;
 };
 
+struct Lane {
+    const char* transport_name;
+    const char* device_name;
+};
+struct Lanes {
+    Lane* entries;
+    unsigned num_entries;
+    std::size_t entry_size;
+};
+constexpr std::uint64_t kEndpointAttrLanes = 1 << 3;
+struct EndpointAttr {
+    std::uint64_t field_mask;
+    char name[32];
+    sockaddr_storage local_sockaddr;
+    sockaddr_storage remote_sockaddr;
+    Lanes transports;
+    void* user_data;
+};
+
+constexpr std::uint64_t kMapAddress = 1 << 0;
+constexpr std::uint64_t kMapLength = 1 << 1;
+struct MapParams {
+    std::uint64_t field_mask;
+    void* address;
+    std::size_t length;
+    unsigned flags;
+    unsigned prot;
+    int memory_type;
+    const void* exported_memh_buffer;
+};
+
 constexpr std::uint32_t kOpCallback = 1 << 1;
 constexpr std::uint32_t kOpUserData = 1 << 2;
 constexpr std::uint32_t kOpFlags = 1 << 4;
@@ -173,6 +209,16 @@ struct Api {
     Request (*am_send_nbx)(Endpoint, unsigned id, const void* header, std::size_t header_length, const void* buffer,
                            std::size_t count, const RequestParam*);
     Request (*am_recv_data_nbx)(Worker, void* descriptor, void* buffer, std::size_t count, const RequestParam*);
+    Status (*ep_query)(Endpoint, EndpointAttr*);
+    Request (*ep_flush_nbx)(Endpoint, const RequestParam*);
+    Status (*mem_map)(Context, const MapParams*, Memory*);
+    Status (*mem_unmap)(Context, Memory);
+    Status (*rkey_pack)(Context, Memory, void** buffer, std::size_t* nbytes);
+    void (*rkey_buffer_release)(void* buffer);
+    Status (*ep_rkey_unpack)(Endpoint, const void* buffer, RemoteKey*);
+    void (*rkey_destroy)(RemoteKey);
+    Request (*put_nbx)(Endpoint, const void* buffer, std::size_t count, std::uint64_t remote_address, RemoteKey,
+                       const RequestParam*);
     Status (*request_check_status)(void* request);
     void (*request_free)(void* request);
     const char* (*status_string)(Status);

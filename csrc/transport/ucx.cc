@@ -33,6 +33,7 @@ UcxWire::UcxWire(const std::string& library, int rank, int num_ranks, std::share
       yields_(yields),
       board_(std::move(board)),
       links_(static_cast<std::size_t>(std::max(num_ranks, 0))),
+      memory_(api_),
       idle_sends_(kNumSizeClasses) {
     MC_CHECK(rank >= 0 && rank < num_ranks, "UcxWire: rank out of range");
     for (int peer = 0; peer < num_ranks; ++peer) {
@@ -47,7 +48,7 @@ UcxWire::UcxWire(const std::string& library, int rank, int num_ranks, std::share
     };
     ucp::Params params{};
     params.field_mask = ucp::kParamsFeatures | ucp::kParamsNumEndpoints;
-    params.features = ucp::kFeatureActiveMessages | ucp::kFeatureWakeup;
+    params.features = ucp::kFeatureActiveMessages | ucp::kFeatureOneSided | ucp::kFeatureWakeup;
     params.estimated_num_eps = static_cast<std::size_t>(num_ranks);
     check(api_.init_version(ucp::kApiMajor, ucp::kApiMinor, &params, nullptr, &context_), "ucp_init");
     ucp::WorkerParams worker_params{};
@@ -151,22 +152,30 @@ bool UcxWire::put(int peer, int region, std::uint64_t offset, const void* source
     Link& link = links_[peer];
     const auto deadline = after(timeout);
     const char* from = static_cast<const char*>(source);
-    for (std::size_t sent = 0; sent < nbytes || (sent == 0 && n > 0);) {
-        const std::size_t piece = std::min(nbytes - sent, kLargestPiece);
-        const bool is_last = sent + piece == nbytes;
+    const bool is_large = nbytes >= link.one_sided_from;
+    for (std::size_t done = 0; done < nbytes;) {
+        const std::uint64_t place = offset + done;
+        std::size_t piece = std::min(nbytes - done, kLargestPiece);
+        if (is_large) piece = std::min(piece, UcxMemory::rest_of_segment(place));
         if (!make_room(guard, link, piece, deadline)) return link.is_down;
-        Header header = header_for(link, piece > 0 ? Kind::kPut : Kind::kSignal);
-        if (piece > 0) header.num_puts = ++link.puts_sent;
+        if (is_large && put_one_sided(link, region, place, from + done, piece)) {
+            done += piece;
+            continue;
+        }
+        Header header = header_for(link, Kind::kPut);
+        header.num_puts = ++link.puts_sent;
         header.region = region;
-        header.offset = offset + sent;
-        header.slot = slot;
-        header.n = is_last ? n : 0;
-        if (header.n > 0) ++link.signals_sent;
-        post(link, header, from + sent, piece);
-        sent += piece;
-        if (is_last) break;
+        header.offset = place;
+        // The signal rides on the last message, unless it has to wait for a flush.
+        if (n > 0 && done + piece == nbytes && !has_unflushed(link)) {
+            header.slot = slot;
+            header.n = std::exchange(n, 0);
+            ++link.signals_sent;
+        }
+        post(link, header, from + done, piece);
+        done += piece;
     }
-    return true;
+    return n == 0 || post_signal(guard, link, slot, n, deadline);
 }
 
 bool UcxWire::signal(int peer, int slot, std::uint64_t n, double timeout) {
@@ -177,23 +186,26 @@ bool UcxWire::signal(int peer, int slot, std::uint64_t n, double timeout) {
         return true;
     }
     Lock guard = lock();
-    Link& link = links_[peer];
-    if (!make_room(guard, link, 0, after(timeout))) return link.is_down;
+    return post_signal(guard, links_[peer], slot, n, after(timeout));
+}
+
+bool UcxWire::post_signal(Lock& guard, Link& link, int slot, std::uint64_t n, Clock::time_point deadline) {
+    if (!make_room(guard, link, 0, deadline)) return link.is_down;
     Header header = header_for(link, Kind::kSignal);
     header.slot = slot;
     header.n = n;
     ++link.signals_sent;
-    post(link, header, nullptr, 0);
+    post_after_puts(link, header);
     return true;
 }
 
 std::vector<int> UcxWire::flush(double timeout) {
     Lock guard = lock();
     for (Link& link : links_) {
-        if (link.rank == rank_ || link.is_down || link.puts_sent == 0) continue;
+        if (link.rank == rank_ || link.is_down || link.puts_sent + link.one_sided_puts == 0) continue;
         Header header = header_for(link, Kind::kFlush);
         header.offset = ++link.tickets;
-        post(link, header, nullptr, 0);
+        post_after_puts(link, header);
     }
     std::vector<int> late;
     wait_until(
@@ -240,7 +252,7 @@ void UcxWire::close(double timeout) {
             header.offset = ++link.tickets;
             header.region = blamed;
             header.num_signals = link.signals_sent;
-            post(link, header, nullptr, 0);
+            post_after_puts(link, header);
         }
         const auto answered = [this] {
             return std::all_of(links_.begin(), links_.end(),
@@ -287,7 +299,14 @@ void UcxWire::close_endpoint(Link& link) {
 }
 
 void UcxWire::release() {
-    for (Link& link : links_) close_endpoint(link);
+    for (Link& link : links_) {
+        // Before the endpoint, unless puts that use them are still under way: closing ends those.
+        if (!has_unflushed(link)) destroy_keys(link);
+        close_endpoint(link);
+        destroy_keys(link);
+    }
+    // After all connections: nobody writes to it any more.
+    memory_.release_all(context_);
     if (worker_ != nullptr) api_.worker_destroy(std::exchange(worker_, nullptr));
     if (context_ != nullptr) api_.cleanup(std::exchange(context_, nullptr));
     if (wake_fd_ >= 0) ::close(std::exchange(wake_fd_, -1));

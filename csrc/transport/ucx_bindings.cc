@@ -34,6 +34,11 @@ void bind_ucx(py::module_& m) {
         .def("address", [](const UcxWire& self) { return py::bytes(self.address()); })
         .def("connect", &UcxWire::connect, py::arg("addresses"), py::arg("secret"), release_gil())
         .def("greeted", &UcxWire::greeted, py::arg("timeout"), release_gil())
+        .def("lanes", &UcxWire::lanes, py::arg("peer"), release_gil())
+        .def("allow_one_sided", &UcxWire::allow_one_sided, py::arg("peer"), py::arg("least_bytes"), release_gil())
+        .def("withhold_memory", &UcxWire::withhold_memory, release_gil())
+        .def("num_one_sided", &UcxWire::num_one_sided, py::arg("peer"), release_gil())
+        .def("registered_bytes", &UcxWire::registered_bytes, release_gil())
         .def("set_region", &UcxWire::set_region, py::arg("index"), py::arg("mapping"), release_gil())
         .def(
             "put",

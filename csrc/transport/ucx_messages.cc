@@ -14,7 +14,6 @@ namespace {
 
 // Puts are sent from copies; each copy belongs to one of the classes.
 constexpr std::size_t kSizeClasses[UcxWire::kNumSizeClasses] = {0, 4096, UcxWire::kLargestPiece};
-constexpr std::size_t kOverhead = 256;                      // what a message without bytes counts as
 constexpr std::size_t kMaxInFlight = std::size_t{4} << 20;  // per peer; enough for 100 Gbit/s and 300 us
 // Up to so many bytes go with their message; asking the receiver first would cost a way there and back.
 constexpr std::size_t kEagerBytes = std::size_t{64} << 10;
@@ -25,7 +24,7 @@ constexpr auto kNap = std::chrono::milliseconds(1);
 constexpr auto kInterruptEvery = std::chrono::milliseconds(200);
 constexpr auto kLookEvery = std::chrono::milliseconds(5);
 
-std::size_t cost(std::size_t size_class) { return kSizeClasses[size_class] + kOverhead; }
+std::size_t cost(std::size_t size_class) { return kSizeClasses[size_class] + UcxWire::kOverhead; }
 
 std::size_t class_of(std::size_t nbytes) {
     std::size_t size_class = 0;
@@ -104,14 +103,26 @@ void UcxWire::give_back(Send* send) {
     idle_sends_[send->size_class].push_back(send);
 }
 
-void UcxWire::post(Link& link, const Header& header, const void* source, std::size_t nbytes) {
-    if (link.is_down) return;
-    const std::size_t size_class = class_of(nbytes);
-    Send* const send = take_send(size_class);
-    send->header = header;
+// A copy of the bytes, to be sent from.
+UcxWire::Send* UcxWire::fill_send(Link& link, const void* source, std::size_t nbytes) {
+    Send* const send = take_send(class_of(nbytes));
     send->link = &link;
     if (nbytes > 0) std::memcpy(send->bytes.get(), source, nbytes);
-    link.bytes_in_flight += cost(size_class);
+    link.bytes_in_flight += cost(send->size_class);
+    return send;
+}
+
+void UcxWire::sent(Send* send, ucp::Request request) {
+    if (ucp::is_pending(request)) return wake_server();
+    Link& link = *send->link;
+    give_back(send);
+    if (ucp::is_error(request)) fail(link, api_.status_string(ucp::status_of(request)));
+}
+
+void UcxWire::post(Link& link, const Header& header, const void* source, std::size_t nbytes) {
+    if (link.is_down) return;
+    Send* const send = fill_send(link, source, nbytes);
+    send->header = header;
     ucp::RequestParam param{};
     param.op_attr_mask = ucp::kOpCallback | ucp::kOpUserData;
     param.callback.send = &UcxWire::on_sent;
@@ -120,15 +131,8 @@ void UcxWire::post(Link& link, const Header& header, const void* source, std::si
         param.op_attr_mask |= ucp::kOpFlags;
         param.flags = ucp::kSendEager;
     }
-    const ucp::Request request = api_.am_send_nbx(link.endpoint, kMessageId, &send->header, sizeof send->header,
-                                                  send->bytes.get(), nbytes, &param);
-    if (ucp::is_pending(request)) {
-        // The sleeping thread has not armed the descriptor for the end of this one.
-        if (is_asleep_ && !is_napping_) eventfd_write(wake_fd_, 1);
-        return;
-    }
-    give_back(send);
-    if (ucp::is_error(request)) fail(link, api_.status_string(ucp::status_of(request)));
+    sent(send, api_.am_send_nbx(link.endpoint, kMessageId, &send->header, sizeof send->header, send->bytes.get(),
+                                nbytes, &param));
 }
 
 unsigned UcxWire::progress() {
@@ -190,13 +194,15 @@ void UcxWire::serve() {
         ucp::Status status = ucp::kErrorBusy;
         if (served == 0 && num_wanting_ == 0) status = api_.worker_arm(worker_);
         if (status == ucp::kErrorBusy) {
-            if (num_wanting_ == 0) continue;
-            // The mutex is not fair: without this they could starve while data keeps coming.
+            if (num_wanting_ == 0 && num_waiting_ == 0) continue;
+            // The mutex is not fair: without this they could starve while data keeps coming, or cannot go.
             guard.unlock();
+            sched_yield();
             for (int i = 0; i < 100 && num_wanting_ > 0; ++i) sched_yield();
             guard.lock();
             continue;
         }
+        reclaim_memory();
         // Now and then without an event: UCX looks after its own timers only when it is called.
         sleep(guard, true, status != ucp::kOk ? 1 : num_lingering_ > 0 ? 10 : 1000);
     }
@@ -213,6 +219,11 @@ void UcxWire::sleep(Lock& guard, bool hears_events, int timeout_ms) {
     eventfd_read(wake_fd_, &ignored);
     guard.lock();
     is_asleep_ = is_napping_ = false;
+}
+
+// A sleeping thread has not armed the descriptor for the end of what has just begun.
+void UcxWire::wake_server() {
+    if (is_asleep_ && !is_napping_) eventfd_write(wake_fd_, 1);
 }
 
 void UcxWire::end_nap() {
@@ -252,6 +263,11 @@ ucp::Status UcxWire::receive(const Header& header, void* data, std::size_t lengt
         link.answered = std::max(link.answered, header.offset);
         return ucp::kOk;
     }
+    if (header.kind == Kind::kAsk) give_key(link, header);
+    if (header.kind == Kind::kKey) take_key(link, header, data, is_rendezvous ? 0 : length);
+    if (header.kind == Kind::kAskBack) return_key(link, header);
+    if (header.kind == Kind::kReturnKey) key_returned(link, header);
+    if (header.kind >= Kind::kAsk) return ucp::kOk;
     if (header.n > 0 && !board_->has_slot(header.slot)) {
         note("refused a signal to slot " + std::to_string(header.slot) + ", which does not exist");
         return ucp::kOk;

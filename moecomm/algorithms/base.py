@@ -168,6 +168,10 @@ class Session(abc.ABC):
     def check(self) -> None:  # noqa: B027 - where the host does the work there is nothing to wait for
         """Waits for the device and raises what has gone wrong there."""
 
+    def describe_wires(self) -> list[str]:
+        """See `Transport.describe_wires`."""
+        return []
+
     @abc.abstractmethod
     def waiting_times(self) -> tuple[list[float], list[float]]:
         """Seconds that waits have waited for each rank: in all, and at most in one wait."""

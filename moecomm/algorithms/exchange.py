@@ -208,6 +208,9 @@ class Exchange(Session):
         if self.device_calls is not None:
             self.device_calls.check()
 
+    def describe_wires(self) -> list[str]:
+        return self.transport.describe_wires()
+
     def waiting_times(self) -> tuple[list[float], list[float]]:
         return self.transport.waiting_times()
 

@@ -110,7 +110,7 @@ class ReceiveMemory:
             self._queue.set_bytes(block.address, block.nbytes, 0)
             return
         nbytes = -(-block.nbytes // _PAGE) * _PAGE
-        self._mapping.punch(block.offset, nbytes)
+        self._mapping.clear(block.offset, nbytes)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a contiguous tensor lies in the arena, or None if it lies elsewhere."""

@@ -197,6 +197,10 @@ class Transport(abc.ABC):
         for step in range(1, self.num_ranks + 1):
             self.signal((self.rank + step) % self.num_ranks, slot, n)
 
+    def describe_wires(self) -> list[str]:
+        """What carries puts to ranks whose memory has no address here, a line for each kind; or nothing."""
+        return []
+
     def describe_peer(self, rank: int) -> str:
         """Names a rank for messages."""
         peer = self.peers[rank]

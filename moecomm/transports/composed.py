@@ -81,6 +81,9 @@ class ComposedTransport(UcxTransport):
         if n > 0:
             self.board.signal(rank, slot, n)
 
+    def _is_sent_to(self, rank: int) -> bool:
+        return rank not in self._near
+
     def signal(self, rank: int, slot: int, n: int = 1) -> None:
         if rank in self._near:
             self.board.signal(rank, slot, n)

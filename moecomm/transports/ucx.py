@@ -1,8 +1,9 @@
-"""Transport `ucx`: processes of several hosts, CPU tensors. Active messages over whatever UCX finds: RDMA, TCP.
+"""Transport `ucx`: processes of several hosts, CPU tensors. Over whatever UCX finds: RDMA, TCP.
 
-Which networks and protocols are used is UCX's business and that of its `UCX_*` variables, which are left alone. Ranks
-prove by a secret, made for each transport and shared through the group, that they belong to it. All ranks must have the
-same byte order.
+Large puts are one-sided where the wire can write to a peer's memory; else they are active messages, as small ones and
+signals always are. Which networks and protocols are used is UCX's business and that of its `UCX_*` variables, which are
+left alone. Ranks prove by a secret, made for each transport and shared through the group, that they belong to it. All
+ranks must have the same byte order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from moecomm.errors import PeerTimeout, TransportUnavailable
 from moecomm.groups import Group
 from moecomm.transports.base import Capabilities, Region, Transport, WaitOutcome
 from moecomm.transports.peers import Peer
+from moecomm.transports.ucx_lanes import is_one_sided
 from moecomm.transports.ucx_library import find_library
 
 __all__ = ["UcxTransport"]
@@ -36,17 +38,23 @@ class UcxTransport(Transport):
     Attributes:
         connect_timeout: seconds in which all ranks must have met.
         goodbye_timeout: seconds that closing waits until the peers have taken in what was sent.
+        one_sided: whether large puts are one-sided: None = to the peers whose wire can do that, True = to all (UCX
+            emulates it where the wire cannot), False = to none, and peers' puts to me neither.
+        one_sided_bytes: the least bytes of a large put.
     """
 
     name = "ucx"
     capabilities = Capabilities(device_types=("cpu",), addressable=False, crosses_hosts=True)
     connect_timeout = 60.0
     goodbye_timeout = 2.0
+    one_sided: bool | None = None
+    one_sided_bytes = 64 << 10
 
     def __init__(self, group: Group, peers: Sequence[Peer], num_slots: int) -> None:
         super().__init__(group, peers, num_slots)
         self._regions: list[_C.Mapping] = []
         self._wire: _C.UcxWire | None = None
+        self._wires: dict[str, list[int]] = {}
         self.board = self._make_board()
         problem, address = "", b""
         try:
@@ -121,9 +129,32 @@ class UcxTransport(Transport):
         silent = wire.greeted(self.connect_timeout)
         self._log_notes()
         if not silent:
+            self._choose_ways(wire)
             return ""
         who = ", ".join(self.describe_peer(rank) for rank in silent)
         return f"rank {self.rank} ({self.peers[self.rank].hostname}) has not met {who} within {self.connect_timeout} s."
+
+    def _choose_ways(self, wire: _C.UcxWire) -> None:
+        if self.one_sided is False:
+            wire.withhold_memory()
+        for rank in range(self.num_ranks):
+            if rank == self.rank or not self._is_sent_to(rank):
+                continue
+            lanes = sorted(set(wire.lanes(rank)))
+            is_chosen = is_one_sided(lanes) if self.one_sided is None else self.one_sided
+            if is_chosen:
+                wire.allow_one_sided(rank, self.one_sided_bytes)
+            way = f"one-sided from {self.one_sided_bytes} bytes on" if is_chosen else "messages"
+            self._wires.setdefault(f"{way} ({', '.join(lanes)})", []).append(rank)
+        for line in self.describe_wires():
+            _log.info("%s: rank %d puts %s", self.name, self.rank, line)
+
+    def _is_sent_to(self, rank: int) -> bool:
+        """Whether puts to a peer go over the wire."""
+        return True
+
+    def describe_wires(self) -> list[str]:
+        return [f"to {_ranks(ranks)}: {way}" for way, ranks in self._wires.items()]
 
     def _all_or_none(self, problems: list[str]) -> None:
         for problem in problems:
@@ -225,6 +256,10 @@ class UcxTransport(Transport):
         who = ", ".join(self.describe_peer(rank) for rank in ranks)
         message = f"{operation}: nothing that rank {self.rank} sent to {who} was taken in for {self.stall_timeout} s."
         return PeerTimeout(message, operation=operation, peers=tuple(ranks))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _is_visible(me: Peer, peer: Peer) -> bool:

@@ -1,4 +1,5 @@
 // Mappings and the arena, from several threads at once.
+#include <atomic>
 #include <cstring>
 #include <random>
 #include <system_error>
@@ -60,6 +61,31 @@ void trimming_spares_live_blocks(const std::shared_ptr<moecomm::Mapping>& mappin
     arena->release(second);
 }
 
+// What is written to pinned pages stays, however often others give back all pages meanwhile.
+void pinned_pages_stay(const std::shared_ptr<moecomm::Mapping>& mapping) {
+    std::atomic<bool> is_done{false};
+    std::thread giver([&] {
+        while (!is_done) mapping->punch(0, mapping->nbytes());
+    });
+    const std::size_t part = mapping->nbytes() / 4;
+    const auto user = [&](std::size_t offset) {
+        char* const bytes = reinterpret_cast<char*>(mapping->address() + offset);
+        for (char value = 1; value < 50; ++value) {
+            mapping->pin(offset, part);
+            std::memset(bytes, value, part);
+            std::this_thread::yield();
+            for (std::size_t at = 0; at < part; at += 997) EXPECT(bytes[at] == value);
+            mapping->unpin(offset);
+        }
+    };
+    std::thread second(user, 2 * part);
+    user(0);
+    second.join();
+    is_done = true;
+    giver.join();
+    EXPECT(mapping->pinned_bytes() == 0);
+}
+
 void what_cannot_be_mapped_throws() {
     bool thrown = false;
     try {
@@ -76,6 +102,8 @@ void test_memory() {
     blocks_are_disjoint();
     trimming_spares_live_blocks(moecomm::Mapping::create_private(8 * kMegabyte));
     trimming_spares_live_blocks(moecomm::Mapping::create_shared("trim", 8 * kMegabyte));
+    pinned_pages_stay(moecomm::Mapping::create_private(kMegabyte));
+    pinned_pages_stay(moecomm::Mapping::create_shared("pins", kMegabyte));
     what_cannot_be_mapped_throws();
 }
 

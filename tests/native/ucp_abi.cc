@@ -25,6 +25,7 @@ SAME_FIELD(Params, estimated_num_eps, ucp_params_t, estimated_num_eps);
 static_assert(sizeof(ucp::Params) <= sizeof(ucp_params_t), "ucp_params_t");
 SAME_VALUE(kParamsFeatures, UCP_PARAM_FIELD_FEATURES);
 SAME_VALUE(kParamsNumEndpoints, UCP_PARAM_FIELD_ESTIMATED_NUM_EPS);
+SAME_VALUE(kFeatureOneSided, UCP_FEATURE_RMA);
 SAME_VALUE(kFeatureWakeup, UCP_FEATURE_WAKEUP);
 SAME_VALUE(kFeatureActiveMessages, UCP_FEATURE_AM);
 
@@ -53,6 +54,28 @@ SAME_VALUE(kEndpointRemoteAddress, UCP_EP_PARAM_FIELD_REMOTE_ADDRESS);
 SAME_VALUE(kEndpointErrorMode, UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE);
 SAME_VALUE(kEndpointErrorHandler, UCP_EP_PARAM_FIELD_ERR_HANDLER);
 SAME_VALUE(kErrorModePeer, UCP_ERR_HANDLING_MODE_PEER);
+
+SAME_FIELD(Lane, transport_name, ucp_transport_entry_t, transport_name);
+SAME_FIELD(Lane, device_name, ucp_transport_entry_t, device_name);
+SAME_FIELD(Lanes, entries, ucp_transports_t, entries);
+SAME_FIELD(Lanes, num_entries, ucp_transports_t, num_entries);
+SAME_FIELD(Lanes, entry_size, ucp_transports_t, entry_size);
+static_assert(sizeof(ucp::Lanes) == sizeof(ucp_transports_t), "ucp_transports_t");
+SAME_FIELD(EndpointAttr, field_mask, ucp_ep_attr_t, field_mask);
+SAME_FIELD(EndpointAttr, name, ucp_ep_attr_t, name);
+SAME_FIELD(EndpointAttr, local_sockaddr, ucp_ep_attr_t, local_sockaddr);
+SAME_FIELD(EndpointAttr, remote_sockaddr, ucp_ep_attr_t, remote_sockaddr);
+SAME_FIELD(EndpointAttr, transports, ucp_ep_attr_t, transports);
+// UCX writes into this one, too.
+static_assert(sizeof(ucp::EndpointAttr) == sizeof(ucp_ep_attr_t), "ucp_ep_attr_t");
+SAME_VALUE(kEndpointAttrLanes, UCP_EP_ATTR_FIELD_TRANSPORTS);
+
+SAME_FIELD(MapParams, field_mask, ucp_mem_map_params_t, field_mask);
+SAME_FIELD(MapParams, address, ucp_mem_map_params_t, address);
+SAME_FIELD(MapParams, length, ucp_mem_map_params_t, length);
+static_assert(sizeof(ucp::MapParams) <= sizeof(ucp_mem_map_params_t), "ucp_mem_map_params_t");
+SAME_VALUE(kMapAddress, UCP_MEM_MAP_PARAM_FIELD_ADDRESS);
+SAME_VALUE(kMapLength, UCP_MEM_MAP_PARAM_FIELD_LENGTH);
 
 SAME_FIELD(RequestParam, op_attr_mask, ucp_request_param_t, op_attr_mask);
 SAME_FIELD(RequestParam, flags, ucp_request_param_t, flags);
@@ -97,4 +120,11 @@ SAME_CALL(ep_create);
 SAME_CALL(ep_close_nbx);
 SAME_CALL(am_send_nbx);
 SAME_CALL(am_recv_data_nbx);
+SAME_CALL(ep_query);
+SAME_CALL(ep_flush_nbx);
+SAME_CALL(mem_map);
+SAME_CALL(mem_unmap);
+SAME_CALL(rkey_pack);
+SAME_CALL(ep_rkey_unpack);
+SAME_CALL(put_nbx);
 SAME_CALL(request_check_status);
