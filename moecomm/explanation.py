@@ -30,7 +30,9 @@ def explain(session: Session, transport_name: str, rank: int) -> str:
     lines = _entry("transport", transport_name, *_refused(session.refusals))
     lines += _entry("topology", f"{numbers}; print(comm.topology) draws them")
     for mode, algorithm in session.algorithms.items():
-        more = _choices(session.hops) if mode == "throughput" and session.hops and topology.num_domains > 1 else []
+        more: list[str] = []
+        if session.hops is not None and topology.num_domains > 1:
+            more = _choices(session.hops) if mode == "throughput" else _promised(session.hops)
         lines += _entry(mode.replace("_", " "), algorithm.name, *more)
     if session.hops is not None and topology.num_domains > 1:
         sent, passed = _size(session.hops.between), _size(session.hops.forwarded)
@@ -49,6 +51,20 @@ def _refused(refusals: Mapping[str, str]) -> list[str]:
 def _choices(hops: Hops) -> list[str]:
     made = [_choice(choice) for choice in hops.choices.values()]
     return [_WAYS[hops.way], *(made or ["no call so far"])]
+
+
+def _promised(hops: Hops) -> list[str]:
+    promise = hops.promise
+    if promise is None:
+        return []
+    rails, direct = f"{promise.hierarchical_rows:.3g}", f"{promise.direct_rows:.3g}"
+    if promise.is_hierarchical:
+        how = f"over rails: a token of evenly chosen experts crosses {rails} times; from rank to rank {direct} times"
+    elif hops.way == "direct":
+        how = f"from rank to rank: a token of evenly chosen experts crosses {direct} times; over rails {rails} times"
+    else:
+        how = f"domains are single ranks: a token of evenly chosen experts crosses {direct} times, whatever the way"
+    return [f"dispatch {how}", "combine from rank to rank: a row per route; reduce='per_host': as in throughput mode"]
 
 
 def _choice(choice: Choice) -> str:

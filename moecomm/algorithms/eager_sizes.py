@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from moecomm.algorithms.mailbox import CARD_HEAD_BYTES
 from moecomm.algorithms.plan import BlockLayout, Layout, block_layout
 from moecomm.algorithms.signature import Words, shape_words
 from moecomm.codecs.base import RowFormat
@@ -107,8 +108,9 @@ class EagerSizes:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of one window for one source: a message of the widest rows and weights."""
-        return message_bytes(self.max_tokens_per_rank, self.max_topk, self.hidden * _WIDEST_NUMBER, _WIDEST_NUMBER)
+        """Bytes of one window for one source: a card, and a message of the widest rows and weights."""
+        row_bytes = self.hidden * _WIDEST_NUMBER
+        return CARD_HEAD_BYTES + message_bytes(self.max_tokens_per_rank, self.max_topk, row_bytes, _WIDEST_NUMBER)
 
     @property
     def landing_bytes(self) -> int:

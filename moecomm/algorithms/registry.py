@@ -140,7 +140,7 @@ def make_session(
             )
         if found.num_domains > 1:
             throughput = Hierarchical(exchange, found, hidden=sizes.hidden, max_topk=sizes.max_topk)
-        low_latency = Eager(exchange, sizes, max_in_flight)
+        low_latency = Eager(exchange, found, sizes, max_in_flight)
         exchange.algorithms = {"throughput": throughput, "low_latency": low_latency}
     except BaseException:
         carrier.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moecomm.algorithms import reports
@@ -22,7 +22,7 @@ from moecomm.algorithms.calls import (
     TRAFFIC_LANES,
     Call,
 )
-from moecomm.algorithms.mailbox import Card, Grant, Mailbox
+from moecomm.algorithms.mailbox import Card, Grant, Mailbox, Parcel
 from moecomm.algorithms.signature import Operation, describe
 from moecomm.errors import (
     CallMismatch,
@@ -38,8 +38,8 @@ __all__ = ["Sequencer"]
 
 _log = logging.getLogger("moecomm.sequencer")
 
-# How often a stream that waits looks whether a peer gave up or is gone.
-_STREAM_SLICE = 0.05
+# How often who waits for others than all looks whether a peer gave up or is gone.
+_SLICE = 0.05
 _REACHED = WaitOutcome.REACHED
 
 # Kinds of notices. An agreed failure follows from what all ranks know, and all raise it alike, whether they find out
@@ -56,7 +56,12 @@ class Sequencer:
         mailbox: cards and notices.
         max_in_flight: calls that may be begun and not waited for.
         timeout: seconds that one wait may last.
+
+    Attributes:
+        lanes_at_holders: where phases that read what other ranks hold look, too; see `MessageHolders`.
     """
+
+    lanes_at_holders: Sequence[tuple[int, int]] = ()
 
     def __init__(self, transport: Transport, mailbox: Mailbox, max_in_flight: int, timeout: float) -> None:
         self.transport = transport
@@ -152,8 +157,13 @@ class Sequencer:
     def may_step(self) -> bool:
         """Whether the next phase of the oldest call in flight can run without waiting."""
         oldest = self._outstanding[0]
-        lane = oldest.next_phase.lane
-        return lane is None or self.transport.wait(lane, oldest.sequence + 1, 0.0) is not WaitOutcome.TIMEOUT
+        phase, at_least = oldest.next_phase, oldest.sequence + 1
+        if phase.lane is None:
+            return True
+        outcome = self.transport.wait(phase.lane, at_least, 0.0)
+        if outcome is _REACHED and phase.reads_holders and self.lanes_at_holders:
+            outcome = self.transport.wait_at(phase.lane, self.lanes_at_holders, at_least, 0.0)
+        return outcome is not WaitOutcome.TIMEOUT
 
     def abandon(self) -> None:
         """Gives up on all calls in flight, because the communicator closes."""
@@ -169,10 +179,12 @@ class Sequencer:
         A stream that may not wait does what it can, and stays the next phase unless that finishes it.
         """
         phases, num_run = call.phases, call.num_run
-        _, lane, run, is_stream, _ = phases[num_run]
+        _, lane, run, is_stream, _, reads_holders = phases[num_run]
         try:
             if lane is not None:
                 self._await(call, lane, call.sequence + 1)
+                if reads_holders and self.lanes_at_holders:
+                    self._await_holders(call, lane, call.sequence + 1)
             if is_stream:
                 if not self._run_stream(call, run, may_wait):
                     return
@@ -248,12 +260,14 @@ class Sequencer:
         *,
         refused: bool = False,
         with_counts: bool = False,
+        parcels: Sequence[Parcel] = (),
     ) -> None:
         """Sends the card with which a call begins; see `Card`. Beforehand the readers must have been awaited."""
         self.num_cards_with_counts += with_counts
         words = (call.sequence, call.operation, *call.words)
         rest = (need, limit, refused, call.recording)
-        self.mailbox.send_card(words, offsets, rest, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts)
+        advance = self.advance(LANE_BEGUN, call)
+        self.mailbox.send_card(words, offsets, rest, LANE_BEGUN, advance, with_counts, parcels)
 
     def cards(self, call: Call) -> list[Card]:
         """Everybody's cards, by rank; they all show the same call.
@@ -332,6 +346,26 @@ class Sequencer:
             )
         raise reports.timed_out(self.transport, call, lane, at_least, self.timeout)
 
+    def _await_holders(self, call: Call, lane: int, at_least: int) -> None:
+        """Waits until what other ranks hold for this one has come to them.
+
+        Their sources have sent it already. A holder that will not get it, as its source is lost, gives up itself.
+        """
+        waited = 0.0
+        while True:
+            some = min(_SLICE, self.timeout - waited)
+            outcome = self.transport.wait_at(lane, self.lanes_at_holders, at_least, some)
+            if outcome is _REACHED:
+                return
+            self.check_notices(call)
+            behind = [pair for pair in self.lanes_at_holders if self.transport.lane_at(lane, *pair) < at_least]
+            if outcome is WaitOutcome.LOST:
+                gone = set(self._gone())
+                raise reports.lost(self.transport, call, sorted({one for one, _ in behind} & gone))
+            waited += some
+            if waited >= self.timeout:
+                raise reports.not_held(self.transport, call, behind, self.timeout)
+
     def _run_stream(self, call: Call, run: Callable[[Any], Any], may_wait: bool) -> bool:
         """Runs a stream until it is finished, or has to wait and may not; whether it is finished."""
         waited = 0.0
@@ -346,10 +380,10 @@ class Sequencer:
                 raise reports.lost(self.transport, call, lost)
             if not may_wait:
                 return False
-            if self.transport.wait_traffic(TRAFFIC_LANES, seen, min(_STREAM_SLICE, self.timeout)):
+            if self.transport.wait_traffic(TRAFFIC_LANES, seen, min(_SLICE, self.timeout)):
                 waited = 0.0
                 continue
-            waited += _STREAM_SLICE
+            waited += _SLICE
             if waited >= self.timeout:
                 raise reports.stalled(self.transport, call, self.timeout)
 
