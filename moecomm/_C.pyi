@@ -252,7 +252,6 @@ def read_cards(
     bases: Sequence[int],
     /,
 ) -> tuple[int, list[list[int]]]: ...
-
 def file_cards(sources: Sequence[int], targets: Sequence[int], nbytes: int, sequence: int, /) -> None: ...
 
 class SignalBoard:

@@ -1,5 +1,5 @@
-"""Low-latency dispatches over rails: one message per domain, read by its ranks in the memory of one; the bits, the bytes,
-messages that are late, ranks that refuse or leave.
+"""Low-latency dispatches over rails: one message per domain, read by its ranks in the memory of one; the bits, the
+bytes, messages that are late, ranks that refuse or leave.
 """
 
 import ctypes
@@ -178,8 +178,9 @@ def test_a_row_crosses_once_per_domain(transport, topology):
     assert [sent for sent, _ in found["auto"]] == [head + 4 * row, 0, 0, 0]
     assert [sent for sent, _ in found["direct"]] == [2 * head + (3 + 3) * row, 0, 0, 0]
     # 4 of 8 experts, 4 of them far: 1 - 1/70 of all choices have one there; each rank there has 2: 1 - 15/70.
-    assert "dispatch over rails: a token of evenly chosen experts crosses 0.986 times; from rank to rank 1.57 times" in (
-        found["auto"][0][1]
+    assert (
+        "dispatch over rails: a token of evenly chosen experts crosses 0.986 times; from rank to rank 1.57 times"
+        in found["auto"][0][1]
     )
     assert "dispatch from rank to rank: a token of evenly chosen experts crosses 1.57 times" in found["direct"][0][1]
 

@@ -17,7 +17,8 @@
 namespace moecomm {
 
 // Writes my message into my window at every destination; routing says which one an expert belongs to, in place of its
-// rank. Checks all ids first and then writes; ids_out [T, K] gets a copy. values is [T, K] of value_bytes each (0 = none). Returns the fingerprint that count_routes gives.
+// rank. Checks all ids first and then writes; ids_out [T, K] gets a copy. values is [T, K] of value_bytes each (0 =
+// none). Returns the fingerprint that count_routes gives.
 int64_t send_eager(const Routing& routing, const Rows& rows, const char* values, int64_t value_bytes,
                    const Addresses& windows, int32_t* ids_out);
 
@@ -28,9 +29,9 @@ struct EagerReceive {
     const int32_t* expert_rank;   // [E]
     const int32_t* expert_local;  // [E]
     int64_t num_experts;
-    int64_t rank;                     // mine
-    const uint8_t* domain_experts;    // [E]: 1 = of my domain; only read if a message is my domain's
-    const uint8_t* domain_sources;    // [R]: 1 = the source's message is my domain's, 0 = mine; nullptr = all are mine
+    int64_t rank;                   // mine
+    const uint8_t* domain_experts;  // [E]: 1 = of my domain; only read if a message is my domain's
+    const uint8_t* domain_sources;  // [R]: 1 = the source's message is my domain's, 0 = mine; nullptr = all are mine
     int64_t row_bytes;
     int64_t value_bytes;             // 0 = no values
     int64_t capacity;                // rows per expert (slab), or 0: experts follow each other (expert_major)

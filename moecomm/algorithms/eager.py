@@ -5,12 +5,12 @@ dispatch   send      ids, weights and each row once per destination rank into my
 combine    send      say where the experts' rows are (they stay where they are if peers can read them there)
            receive   everybody has sent: read my tokens' rows and sum them
 
-Between domains (`algorithm` but `direct`) a message is one for a whole domain: it holds each row once that any rank
-there wants, and goes to the sender's rail there. Nobody passes it on: the rail's neighbours address its memory, and each
-picks its own rows from the one message, as the rail does. That it has come they see on the rail's counters, which have
-an address, too; so they depend on the rail's transport alone, not on how far the rail is with its own calls. The card
-of the call crosses to every rank, to the rail in front of the message. A combine's rows cross to the ranks that they
-belong to: there is one per route, whichever way they go, for only home may add them in the order that is promised.
+Between domains, unless `algorithm` is `direct`, a message is one for a whole domain: it holds each row once that any
+rank there wants, and goes to the sender's rail there. Nobody passes it on: the rail's neighbours address its memory,
+and each picks its own rows from the one message, as the rail does. That it has come they see on the rail's counters,
+which have an address, too; so they depend on the rail's transport alone, not on how far the rail is with its own calls.
+The card of the call crosses to every rank, to the rail in front of the message. A combine's rows cross to the ranks
+that they belong to: one per route, whichever way they go, for only home may add them in the order that is promised.
 
 Call n uses window n mod 2k, where k = max_in_flight. That is enough, and no fewer would do: before call n a rank has
 finished call n - k, so every peer has sent in call n - k, so it has finished call n - 2k, whose window comes next.
@@ -29,6 +29,7 @@ from moecomm.algorithms.eager_dispatch import EagerDispatch
 from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.eager_windows import EagerTools, Windows
 from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.holder_lanes import HolderLanes
 from moecomm.algorithms.message_holders import MessageHolders
 from moecomm.algorithms.routing import Routing
 from moecomm.codecs.base import RowFormat
@@ -69,7 +70,8 @@ class Eager(Algorithm):
         holders = MessageHolders(topology, exchange.placement, exchange.rank, exchange.hops.way)
         if not holders.over_rails:
             holders.expert_holder = exchange.expert_rank  # the same, on the device
-        exchange.sequencer.lanes_at_holders = holders.lanes
+        if holders.lanes:
+            exchange.sequencer.holder_lanes = HolderLanes(exchange.transport, holders.lanes)
         exchange.hops.promise = holders.promise(sizes.max_topk) if topology.num_domains > 1 else None
         windows = Windows(exchange, sizes, num_windows=num_windows, holders=holders)
         # Where kernels cannot add to the session's counts they add to a copy.

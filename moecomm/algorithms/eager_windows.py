@@ -49,7 +49,9 @@ class Windows:
         def messages(window: int, source: int) -> int:
             return self._offset(window, source) + CARD_HEAD_BYTES
 
-        self.outgoing = [[bases[one] + messages(window, me) for one in holders.holders] for window in range(num_windows)]
+        self.outgoing = [
+            [bases[one] + messages(window, me) for one in holders.holders] for window in range(num_windows)
+        ]
         self.incoming = [
             [bases[one] + messages(window, source) for source, one in enumerate(holders.sources)]
             for window in range(num_windows)

@@ -60,7 +60,9 @@ class MessageHolders:
         self.far = sorted(far, key=lambda place: (self.holders[place] - rank) % len(ranks))
         self.sources = [holder(source, rank) for source in ranks]
         self.served = [s for s in ranks if self.sources[s] == rank and domain_of[s] != domain]
-        self.lanes = [(one, source) for source, one in enumerate(self.sources) if one != rank and domain_of[source] != domain]
+        self.lanes = [
+            (one, source) for source, one in enumerate(self.sources) if one != rank and domain_of[source] != domain
+        ]
         self.domain_experts: torch.Tensor | None = None
         self.domain_sources: torch.Tensor | None = None
         self._topology, self._placement, self._domain = topology, placement, domain

@@ -60,8 +60,8 @@ def not_held(transport: Transport, call: Call, lanes: Sequence[tuple[int, int]],
         f"what {transport.describe_peer(source)} sent to {transport.describe_peer(holder)}" for holder, source in lanes
     )
     return PeerTimeout(
-        f"{call.title}, phase {call.next_phase.name!r}: rank {transport.rank} waited {timeout:g} s for {who}; it was not "
-        f"taken in there; {_RAISE_LIMIT}",
+        f"{call.title}, phase {call.next_phase.name!r}: rank {transport.rank} waited {timeout:g} s for {who}; it "
+        f"was not taken in there; {_RAISE_LIMIT}",
         operation=call.title,
         peers=tuple(sorted({rank for lane in lanes for rank in lane})),
     )

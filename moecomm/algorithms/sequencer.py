@@ -22,6 +22,7 @@ from moecomm.algorithms.calls import (
     TRAFFIC_LANES,
     Call,
 )
+from moecomm.algorithms.holder_lanes import HolderLanes
 from moecomm.algorithms.mailbox import Card, Grant, Mailbox, Parcel
 from moecomm.algorithms.signature import Operation, describe
 from moecomm.errors import (
@@ -38,8 +39,8 @@ __all__ = ["Sequencer"]
 
 _log = logging.getLogger("moecomm.sequencer")
 
-# How often who waits for others than all looks whether a peer gave up or is gone.
-_SLICE = 0.05
+# How often a stream that waits looks whether a peer gave up or is gone.
+_STREAM_SLICE = 0.05
 _REACHED = WaitOutcome.REACHED
 
 # Kinds of notices. An agreed failure follows from what all ranks know, and all raise it alike, whether they find out
@@ -58,10 +59,10 @@ class Sequencer:
         timeout: seconds that one wait may last.
 
     Attributes:
-        lanes_at_holders: where phases that read what other ranks hold look, too; see `MessageHolders`.
+        holder_lanes: what phases that read what others hold wait for, too; None: nobody holds anything for this rank.
     """
 
-    lanes_at_holders: Sequence[tuple[int, int]] = ()
+    holder_lanes: HolderLanes | None = None
 
     def __init__(self, transport: Transport, mailbox: Mailbox, max_in_flight: int, timeout: float) -> None:
         self.transport = transport
@@ -160,10 +161,9 @@ class Sequencer:
         phase, at_least = oldest.next_phase, oldest.sequence + 1
         if phase.lane is None:
             return True
-        outcome = self.transport.wait(phase.lane, at_least, 0.0)
-        if outcome is _REACHED and phase.reads_holders and self.lanes_at_holders:
-            outcome = self.transport.wait_at(phase.lane, self.lanes_at_holders, at_least, 0.0)
-        return outcome is not WaitOutcome.TIMEOUT
+        if self.transport.wait(phase.lane, at_least, 0.0) is WaitOutcome.TIMEOUT:
+            return False
+        return self.holder_lanes is None or not phase.reads_holders or self.holder_lanes.may_go_on(phase.lane, at_least)
 
     def abandon(self) -> None:
         """Gives up on all calls in flight, because the communicator closes."""
@@ -183,8 +183,8 @@ class Sequencer:
         try:
             if lane is not None:
                 self._await(call, lane, call.sequence + 1)
-                if reads_holders and self.lanes_at_holders:
-                    self._await_holders(call, lane, call.sequence + 1)
+                if reads_holders and self.holder_lanes is not None:
+                    self.holder_lanes.wait(call, lane, self.timeout, self.check_notices)
             if is_stream:
                 if not self._run_stream(call, run, may_wait):
                     return
@@ -346,26 +346,6 @@ class Sequencer:
             )
         raise reports.timed_out(self.transport, call, lane, at_least, self.timeout)
 
-    def _await_holders(self, call: Call, lane: int, at_least: int) -> None:
-        """Waits until what other ranks hold for this one has come to them.
-
-        Their sources have sent it already. A holder that will not get it, as its source is lost, gives up itself.
-        """
-        waited = 0.0
-        while True:
-            some = min(_SLICE, self.timeout - waited)
-            outcome = self.transport.wait_at(lane, self.lanes_at_holders, at_least, some)
-            if outcome is _REACHED:
-                return
-            self.check_notices(call)
-            behind = [pair for pair in self.lanes_at_holders if self.transport.lane_at(lane, *pair) < at_least]
-            if outcome is WaitOutcome.LOST:
-                gone = set(self._gone())
-                raise reports.lost(self.transport, call, sorted({one for one, _ in behind} & gone))
-            waited += some
-            if waited >= self.timeout:
-                raise reports.not_held(self.transport, call, behind, self.timeout)
-
     def _run_stream(self, call: Call, run: Callable[[Any], Any], may_wait: bool) -> bool:
         """Runs a stream until it is finished, or has to wait and may not; whether it is finished."""
         waited = 0.0
@@ -380,10 +360,10 @@ class Sequencer:
                 raise reports.lost(self.transport, call, lost)
             if not may_wait:
                 return False
-            if self.transport.wait_traffic(TRAFFIC_LANES, seen, min(_SLICE, self.timeout)):
+            if self.transport.wait_traffic(TRAFFIC_LANES, seen, min(_STREAM_SLICE, self.timeout)):
                 waited = 0.0
                 continue
-            waited += _SLICE
+            waited += _STREAM_SLICE
             if waited >= self.timeout:
                 raise reports.stalled(self.transport, call, self.timeout)
 
