@@ -9,8 +9,9 @@ Between domains, unless `algorithm` is `direct`, a message is one for a whole do
 rank there wants, and goes to the sender's rail there. Nobody passes it on: the rail's neighbours address its memory,
 and each picks its own rows from the one message, as the rail does. That it has come they see on the rail's counters,
 which have an address, too; so they depend on the rail's transport alone, not on how far the rail is with its own calls.
-The card of the call crosses to every rank, to the rail in front of the message. A combine's rows cross to the ranks
-that they belong to: one per route, whichever way they go, for only home may add them in the order that is promised.
+The card of the call crosses to every rank, in front of the message if that rank gets one. A combine's rows cross to the
+ranks that they belong to: one per route, whichever way they go, for only home may add them in the order that is
+promised. They go to the window of their sender there, as a message, or to memory for more where that has no room.
 
 Call n uses window n mod 2k, where k = max_in_flight. That is enough, and no fewer would do: before call n a rank has
 finished call n - k, so every peer has sent in call n - k, so it has finished call n - 2k, whose window comes next.

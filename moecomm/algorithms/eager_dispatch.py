@@ -105,9 +105,9 @@ class EagerDispatch:
         for place in holders.far:
             nbytes = head + int(counts[experts + place]) * form.row_bytes
             exchange.hops.between += nbytes
-            parcel = windows.parcel(self.window, place, nbytes)
-            if parcel is not None:
-                parcels.append(parcel)
+            holder = holders.holders[place]
+            if holder in exchange.reach.far:
+                parcels.append(windows.parcel(self.window, holder, nbytes))
         return parcels
 
     def _receive(self) -> None:

@@ -31,18 +31,21 @@ class Windows:
         num_windows: as given; call n uses window n modulo that.
         outgoing: per window the addresses of my messages at their holders; for those that have no address here, where
             what they are to get is written first.
-        incoming: per window the addresses of the sources' messages to me, by rank.
+        incoming: per window the addresses of the sources' messages to me, by rank, whoever holds them.
+        slots: the same of those that I hold.
+        room: bytes of a message at most.
         kept: per window what peers may still read of the call that used it last.
         landings: where rows from far ranks land in combines; None where nobody is far from anybody.
     """
 
     def __init__(self, exchange: Exchange, sizes: EagerSizes, num_windows: int, holders: MessageHolders) -> None:
-        transport = exchange.transport
+        transport, far = exchange.transport, exchange.reach.far
         ranks, me, nbytes = range(transport.num_ranks), exchange.rank, sizes.window_bytes
         self._region = transport.allocate_on(exchange.device, num_windows * len(ranks) * nbytes)
         self._rank = me
         self._num_ranks = len(ranks)
         self._window_bytes = nbytes
+        self.room = nbytes - CARD_HEAD_BYTES
         bases = [transport.peer(self._region, rank) or 0 for rank in ranks]
         self.num_windows = num_windows
 
@@ -56,17 +59,16 @@ class Windows:
             [bases[one] + messages(window, source) for source, one in enumerate(holders.sources)]
             for window in range(num_windows)
         ]
+        self.slots = [[bases[me] + messages(window, source) for source in ranks] for window in range(num_windows)]
         self.kept: list[Any] = [None] * num_windows
-        self._sent = {place: one for place, one in enumerate(holders.holders) if not bases[one]}
-        if self._sent:
-            self._outbox = _C.Mapping.create_private(len(self._sent) * nbytes)
+        self._outboxes: dict[int, int] = {}
+        if far:
+            self._outbox = _C.Mapping.create_private(len(far) * nbytes)
+            self._outboxes = {rank: self._outbox.address + i * nbytes + CARD_HEAD_BYTES for i, rank in enumerate(far)}
             for window in self.outgoing:
-                for number, place in enumerate(self._sent):
-                    window[place] = self._outbox.address + number * nbytes + CARD_HEAD_BYTES
-        exchange.mailbox.carry_cards(
-            [source for source in holders.served if not bases[source]],
-            [[bases[me] + self._offset(window, source) for source in ranks] for window in range(num_windows)],
-        )
+                window[:] = [self._outboxes.get(one, there) for one, there in zip(holders.holders, window, strict=True)]
+        heads = [[message - CARD_HEAD_BYTES for message in window] for window in self.slots]
+        exchange.mailbox.carry_cards(sorted(far), heads)
         self.landing_bytes = sizes.landing_bytes
         self.landings: Region | None = None
         if not exchange.reach.is_complete:
@@ -75,12 +77,13 @@ class Windows:
     def _offset(self, window: int, source: int) -> int:
         return (window * self._num_ranks + source) * self._window_bytes
 
-    def parcel(self, window: int, place: int, nbytes: int) -> Parcel | None:
-        """What carries a message of so many bytes to its holder; None where it is written there directly."""
-        rank = self._sent.get(place)
-        if rank is None:
-            return None
-        address = self.outgoing[window][place] - CARD_HEAD_BYTES
+    def outbox(self, rank: int) -> int:
+        """Where messages to a far rank are written first."""
+        return self._outboxes[rank]
+
+    def parcel(self, window: int, rank: int, nbytes: int) -> Parcel:
+        """What carries a message of so many bytes from the outbox to my window at a far rank."""
+        address = self._outboxes[rank] - CARD_HEAD_BYTES
         return Parcel(rank, self._region, self._offset(window, self._rank), address, CARD_HEAD_BYTES + nbytes)
 
 

@@ -65,14 +65,32 @@ class Homecoming:
             region: where they land.
             landings: per rank, the offset of its memory for them.
         """
-        exchange, me = self._exchange, self._exchange.rank
-        for home in exchange.reach.far:
-            theirs = self._rows_of(home)
-            offsets = block_layout(theirs.num_rows, self._plane_bytes).offsets
-            runs = theirs.runs(me)
-            for plane, offset, nbytes in zip(planes, offsets, self._plane_bytes, strict=True):
-                if nbytes:
-                    self._put(plane, nbytes, region, landings[home] + offset, runs, home)
+        for home in self._exchange.reach.far:
+            self.send_to(home, planes, region, landings[home])
+
+    def send_to(self, home: int, planes: Sequence[torch.Tensor], region: Region, landing: int) -> None:
+        """Sends the rows of one far rank's tokens."""
+        theirs = self._rows_of(home)
+        offsets = block_layout(theirs.num_rows, self._plane_bytes).offsets
+        runs = theirs.runs(self._exchange.rank)
+        for plane, offset, nbytes in zip(planes, offsets, self._plane_bytes, strict=True):
+            if nbytes:
+                self._put(plane, nbytes, region, landing + offset, runs, home)
+
+    def pack_for(self, home: int, planes: Sequence[torch.Tensor], address: int, room: int) -> int:
+        """Writes the rows of one far rank's tokens behind each other, if there is room; gives their bytes."""
+        theirs, me = self._rows_of(home), self._exchange.rank
+        offsets, total = block_layout(theirs.sizes[me], self._plane_bytes)
+        if total > room:
+            return total
+        runs = theirs.runs(me)
+        for plane, offset, nbytes in zip(planes, offsets, self._plane_bytes, strict=True):
+            rows, to = plane.data_ptr(), address + offset
+            for first, _, count in runs:
+                ctypes.memmove(to, rows + first * nbytes, count * nbytes)
+                to += count * nbytes
+        self._exchange.hops.between += total
+        return total
 
     def _put(
         self, plane: torch.Tensor, row_bytes: int, region: Region, landing: int, runs: Sequence[Run], home: int
@@ -102,3 +120,11 @@ class Homecoming:
         for where, parts in zip(addresses, self._mine.addresses(landing, self._plane_bytes), strict=True):
             for rank, part in parts.items():
                 where[rank] = part
+
+    def readdress_packed(self, addresses: list[list[int]], packed: Sequence[int], room: int) -> None:
+        """The same for ranks whose rows fit into `room`, which `pack_for` has written: where those begin, by rank."""
+        for rank in self._exchange.reach.far:
+            offsets, total = block_layout(self._mine.sizes[rank], self._plane_bytes)
+            if total <= room:
+                for where, offset in zip(addresses, offsets, strict=True):
+                    where[rank] = packed[rank] + offset

@@ -38,7 +38,6 @@ class MessageHolders:
         far: indices of the holders in other domains, those behind me first, so that the ranks spread over different
             receivers.
         sources: per rank, who holds its message to me.
-        served: the ranks of other domains whose messages to me, or to my domain, I hold.
         lanes: where I must look whether messages have come that others hold: pairs of holder and source, fixed.
         domain_experts, domain_sources: see `moecomm.kernels.eager.Home`; None where messages are for one rank each.
     """
@@ -59,7 +58,6 @@ class MessageHolders:
         far = [place for place, one in enumerate(self.holders) if domain_of[one] != domain]
         self.far = sorted(far, key=lambda place: (self.holders[place] - rank) % len(ranks))
         self.sources = [holder(source, rank) for source in ranks]
-        self.served = [s for s in ranks if self.sources[s] == rank and domain_of[s] != domain]
         self.lanes = [
             (one, source) for source, one in enumerate(self.sources) if one != rank and domain_of[source] != domain
         ]
