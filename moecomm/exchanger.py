@@ -92,6 +92,7 @@ class Exchanger:
         self.id = next(_ids)
         self._kernels = session.kernels
         self._device = session.device.torch_device
+        self._is_exact_only = session.topology.num_domains > 1 and not session.device.is_host
         self._codec = codec
         self._hidden = hidden
         self._limits: dict[str, Any] = {"hidden": hidden, "max_topk": max_topk, "device": self._device}
@@ -217,6 +218,11 @@ class Exchanger:
             per_host = reduce == "per_host"
             if not per_host and reduce != "exact":
                 raise ValueError(f"reduce: unknown {reduce!r}; available: exact, per_host")
+            if per_host and self._is_exact_only:
+                raise ValueError(
+                    f"reduce: 'per_host' sums where the rows are, those on {self._device.type} come home one by one "
+                    "from other domains; use 'exact'"
+                )
             form = (handle.num_rows, handle.routing.layout, handle.routing.capacity, handle.routing.topk_idx.shape)
             looks = (form, look_of(y), look_of(topk_weights), values is None)
             found = self._combines.get(looks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moecomm.algorithms.base import Session
+from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.hops import Choice, Hops
 
 __all__ = ["explain"]
@@ -30,10 +30,7 @@ def explain(session: Session, transport_name: str, rank: int) -> str:
     lines = _entry("transport", transport_name, *_refused(session.refusals))
     lines += _entry("topology", f"{numbers}; print(comm.topology) draws them")
     for mode, algorithm in session.algorithms.items():
-        more: list[str] = []
-        if session.hops is not None and topology.num_domains > 1:
-            more = _choices(session.hops) if mode == "throughput" else _promised(session.hops)
-        lines += _entry(mode.replace("_", " "), algorithm.name, *more)
+        lines += _entry(mode.replace("_", " "), algorithm.name, *_details(session, mode, algorithm))
     if session.hops is not None and topology.num_domains > 1:
         sent, passed = _size(session.hops.between), _size(session.hops.forwarded)
         lines += _entry("so far", f"rank {rank} has put {sent} to ranks of other domains", f"and passed on {passed}")
@@ -46,6 +43,19 @@ def _entry(title: str, *texts: str) -> list[str]:
 
 def _refused(refusals: Mapping[str, str]) -> list[str]:
     return [f"asked before it, {name}: {reason}" for name, reason in refusals.items()]
+
+
+def _details(session: Session, mode: str, algorithm: Algorithm) -> list[str]:
+    """What there is to say of a mode's algorithm."""
+    if algorithm.refusal:
+        return [f"{algorithm.refusal}."]
+    if session.hops is None or session.topology.num_domains == 1:
+        return []
+    if mode != "throughput":
+        return _promised(session.hops)
+    if not session.device.is_host:
+        return [f"tensors on {session.device.kind} cross between domains from rank to rank"]
+    return _choices(session.hops)
 
 
 def _choices(hops: Hops) -> list[str]:

@@ -17,7 +17,8 @@ import torch
 from moecomm import _C
 from moecomm.devices.base import AsynchronousDevice, DeviceIdentity, DeviceMemory, Event, Stream
 from moecomm.devices.device_queue import NUM_SLOTS, DeviceQueue
-from moecomm.kernels.registry import eager_kernels_for, kernels_for, signal_kernels_for
+from moecomm.devices.wire_queue import WireQueue
+from moecomm.kernels.registry import eager_kernels_for, kernels_for, signal_kernels_for, wire_kernels_for
 
 _PATIENCE = 30.0
 _interpreter = threading.RLock()  # the interpreter runs one kernel at a time in a process
@@ -111,9 +112,9 @@ class _Locked:
 
 
 class LateSignals(_Locked):
-    """The signal kernels; a wait looks again and again, so that other kernels of the process can run in between."""
+    """Signal kernels; a wait looks again and again, so that other kernels of the process can run in between."""
 
-    def wait(self, board, slot, at_least, *, status, timeout_ns):
+    def wait(self, board, slot, at_least, *, status, timeout_ns):  # `board` is a wire with those of a wire
         kernels = self._kernels
         deadline = time.monotonic_ns() + timeout_ns
         while True:
@@ -142,14 +143,15 @@ class LateDevice(AsynchronousDevice):
 
     Arguments:
         delay: of the communicator's stream, in seconds before each piece of work.
-        queue_class: of the communicator's queue.
+        queue_class: of the communicator's queue; None: the one that the product takes.
         identity: what peers are told.
+        wire_kernels: None: the product's.
     """
 
     kind = "cuda"
     torch_device = torch.device("cpu")
 
-    def __init__(self, delay=0.0, queue_class=DeviceQueue, identity=None):
+    def __init__(self, delay=0.0, queue_class=None, identity=None, wire_kernels=None):
         self.failures = []
         self.events = 0
         self._delay = delay
@@ -159,6 +161,7 @@ class LateDevice(AsynchronousDevice):
         self._prompt = PromptStream()
         self._streams = []
         self._signals = LateSignals(signal_kernels_for("triton"))
+        self._wire = LateSignals(wire_kernels or wire_kernels_for("triton"))
         self._rows = _Locked(kernels_for("triton"))
         self._eager = _Locked(eager_kernels_for("triton"))
 
@@ -171,6 +174,9 @@ class LateDevice(AsynchronousDevice):
     def signal_kernels(self):
         return self._signals
 
+    def wire_kernels(self):
+        return self._wire
+
     def identity(self):
         return self._identity
 
@@ -180,8 +186,10 @@ class LateDevice(AsynchronousDevice):
     def board_bytes(self, num_ranks):
         return self._signals.board_bytes(num_ranks, NUM_SLOTS)
 
-    def make_queue(self, boards, rank, timeout, gone):
-        return self._queue_class(self, boards, rank, timeout, gone)
+    def make_queue(self, boards, rank, timeout, gone, wire=None):
+        if wire is None:
+            return (self._queue_class or DeviceQueue)(self, boards, rank, timeout, gone)
+        return (self._queue_class or WireQueue)(self, boards, rank, timeout, gone, wire)
 
     def allocate(self, nbytes, *, is_exported):
         make = _C.Mapping.create_shared if is_exported else lambda _, size: _C.Mapping.create_private(size)

@@ -13,8 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from moecomm.kernels.far_runs import Memory, make_runs
 from moecomm.kernels.triton import far_push, far_wait, nvshmem_device, signals
-from moecomm.kernels.triton.far_runs import Memory, make_runs
 from moecomm.kernels.wire import DeviceLibrary, Wire
 
 

@@ -1,7 +1,8 @@
 """A double of NVSHMEM between processes of one host: the heap of each PE is a file, which the others map.
 
 Like NVSHMEM it is one per process, and its collective calls wait for all PEs: here 10 s, then they fail. Only the PEs
-2 n and 2 n + 1 can address each other. What a stream has put arrives when it is waited for, last first.
+2 n and 2 n + 1 can address each other, or as many as `per_domain` says. What a stream has put arrives when it is waited
+for, last first.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ from moecomm.transports import nvshmem_runtime
 from moecomm.transports.nvshmem import NvshmemTransport
 from moecomm.transports.nvshmem_engine import EngineError
 
-HEAP_BYTES = 1 << 20
+HEAP_BYTES = 1 << 22
 
 
 class Double:
@@ -25,18 +26,25 @@ class Double:
         log: what was called.
         fault: what `problem` says here.
         failing: calls that fail with status 7.
+        per_domain: PEs that can address each other, those of the lowest numbers first.
+        make_network: given the heaps, my PE and the size of a heap, a context in which NVSHMEM runs.
     """
 
     log, fault, failing = [], "", set()
+    per_domain, make_network, network = 2, None, None
+    _unfinished = []
     _parent, _folder, _pe, _heaps, _end, _live, _late, _meetings = None, None, 0, [], 0, set(), [], 0
 
     @classmethod
     def reset(cls, parent):
         """As in a new process. Files lie below the folder `parent`, which is there for as long as anything runs."""
         cls._parent = parent
+        cls._unfinished.append(cls._heaps)  # streams that were left to themselves may still look there
         cls.log, cls.fault, cls.failing = [], "", set()
+        cls.per_domain, cls.make_network, cls.network = 2, None, None
         cls._folder, cls._heaps, cls._end, cls._live, cls._late, cls._meetings = None, [], 0, set(), [], 0
         nvshmem_runtime._world, nvshmem_runtime._users, nvshmem_runtime._is_abandoned = "", 0, False
+        nvshmem_runtime._left.clear()
 
     @classmethod
     def heaps(cls):
@@ -80,13 +88,25 @@ class Double:
         cls._heaps = [np.zeros(0)] * num_ranks
         self._meet()
         cls._heaps = [np.memmap(self._folder / f"heap {pe}", dtype=np.uint8, mode="r+") for pe in range(num_ranks)]
+        if cls.make_network is not None:
+            cls.network = cls.make_network(self.heaps(), cls._pe, HEAP_BYTES)
+            cls.network.__enter__()
+        self._meet()
 
     def finish(self):
         self._called("finish")
         assert not self._live, f"memory at {self._live} was not given back"
         self._meet()
+        self.unplug()
         cls = type(self)
         cls._folder, cls._heaps, cls._end, cls._meetings = None, [], 0, 0
+
+    @classmethod
+    def unplug(cls):
+        """Ends the network, if there is one."""
+        network, cls.network = cls.network, None
+        if network is not None:
+            network.__exit__(None, None, None)
 
     def my_pe(self):
         return self._pe
@@ -100,9 +120,12 @@ class Double:
         cls = type(self)
         if self._end + nbytes > HEAP_BYTES or "no memory" in self.failing:
             return 0
-        address = self._heaps[self._pe].ctypes.data + self._end
+        begin = self._end
+        address = self._heaps[self._pe].ctypes.data + begin
         cls._end += -(-nbytes // 512) * 512
         self._live.add(address)
+        if cls.network is not None and nbytes > 4096:  # not the boards: what is read before it is written shows
+            self._heaps[self._pe][begin : begin + nbytes] = 0xFF
         return address
 
     def free(self, address):
@@ -111,7 +134,7 @@ class Double:
         self._meet()
 
     def pointer(self, address, pe):
-        return self._there(address, pe).ctypes.data if pe // 2 == self._pe // 2 else 0
+        return self._there(address, pe).ctypes.data if pe // self.per_domain == self._pe // self.per_domain else 0
 
     def put(self, target, source, nbytes, pe):
         self._called("put")

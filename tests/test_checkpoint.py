@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from gradient_cases import HIDDEN, ROUTES, TOPK, communicator_of, mine, random
+from tiny_rings import tiny_rings
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 import moecomm
+from moecomm import Topology
 from moecomm.testing import launch
 
 OPS = torch.ops.moecomm
@@ -226,7 +228,7 @@ def changed(kind):
     return routes
 
 
-def changing_rank(group, kind, culprit, way, wrap, is_known):
+def changing_rank(group, kind, culprit, way, wrap, is_known, topology=None):
     """What this rank sees, and whether the step after that is right."""
     x, weights, scale = random(4, HIDDEN, seed=1), random(4, TOPK, seed=2), random(1, seed=3)
     inputs = [tensor.requires_grad_() for tensor in (x, weights, scale)]
@@ -244,7 +246,8 @@ def changing_rank(group, kind, culprit, way, wrap, is_known):
         out.square().sum().backward()
         return gradients_of(inputs)
 
-    with communicator_of(group) as communicator:
+    options = {} if topology is None else {"topology": topology, "algorithm": "hierarchical"}
+    with communicator_of(group, **options) as communicator:
         compiled = part
         if wrap is not None:
             inner = torch.compile(way, fullgraph=True, backend=wrap)
@@ -277,6 +280,18 @@ def check_changed(ranks, culprit, outcome):
 @pytest.mark.parametrize(("ranks", "culprit"), [(1, 0), (2, 0), (2, 1), (3, 2)])
 def test_a_recompute_that_routes_otherwise_fails_on_all_ranks(ranks, culprit, kind, way):
     check_changed(ranks, culprit, launch(changing_rank, ranks, kind, culprit, way, None, False))
+
+
+@pytest.mark.parametrize("way", [at_home, travelling, asynchronous])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_recompute_that_routes_otherwise_fails_between_domains(culprit, kind, way):
+    """The others have rows under way to their rails, in rings that hold no more of them."""
+    with tiny_rings(most_rows=1):
+        outcome = launch(
+            *(changing_rank, 4, kind, culprit, way, None, False, Topology.grid(2, 2)), backend="threads", timeout=60
+        )
+    check_changed(4, culprit, outcome)
 
 
 @pytest.mark.parametrize("kind", KINDS)

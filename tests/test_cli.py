@@ -141,12 +141,23 @@ def test_info_names_what_is_missing_and_what_helps(capsys, monkeypatch):
             "refuses": {"processes of this host": "it is asleep."},
         }
     )
+    facts["transports"].append(
+        {
+            **facts["transports"][0],
+            **{"name": "snail", "answers": True, "reaches": ["neighbours"], "remedy": "Buy it a boat."},
+            **{"crosses_hosts": True, "refuses": {"other hosts": "it cannot swim.", "threads of one process": "hm."}},
+        }
+    )
     facts["optional"] = [{"name": "rich", "version": None, "gives": "colours", "remedy": "pip install rich"}]
     monkeypatch.setattr("moecomm.cli.facts.collect", lambda: facts)
     assert main(["info"]) == 1
     printed = capsys.readouterr().out
     for text in ("missing: no _C", "remedy: pip install .", "it is asleep.", "remedy: Feed it.", "pip install rich"):
         assert text in printed
+    # Of a transport that answers, what it is for and does not reach.
+    for text in ("neighbours", "it cannot swim.", "Buy it a boat."):
+        assert text in printed
+    assert "hm." not in printed
 
 
 def test_ranges():

@@ -88,7 +88,7 @@ def test_refusals_say_who_and_what_helps(changes, words):
     for name in ("nvlink", "auto"):
         with pytest.raises(TransportUnavailable, match=words) as refused:
             choose(name, ranks[0], ranks)
-        assert "nvidia-smi topo -p2p r" in str(refused.value)
+        assert "nvidia-smi topo -p2p a" in str(refused.value)
         assert " shm: " not in str(refused.value), "transports of CPU tensors were asked"
 
 

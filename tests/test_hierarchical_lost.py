@@ -1,7 +1,5 @@
 """Ranks that die or stop in the middle of a stream between domains: who is named, and how it goes on."""
 
-import os
-import signal
 import threading
 from datetime import timedelta
 from functools import partial
@@ -9,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from exchange_ranks import HIDDEN, caught, check_exchange, left_behind, open_communicator
+from stream_ends import die, when_taking
 from tiny_rings import tiny_rings
 
 from moecomm import Topology
@@ -25,20 +24,6 @@ def everybody_to_everybody(comm):
     return comm.dispatch(x, torch.tensor([[0, 3]] if comm.rank >= 2 else [[3, 5]]).expand(20, 2).contiguous())
 
 
-def when_taking(comm, number, action):
-    """Calls `action` before this rank takes out its next chunk but `number`."""
-    channels = comm._exchanger.session.algorithms["throughput"].channels
-    take, left = channels.take, [number]
-
-    def counted(source):
-        left[0] -= 1
-        if left[0] == 0:
-            action()
-        take(source)
-
-    channels.take = counted
-
-
 def call(comm, received, operation):
     """The call that fails."""
     if operation == "dispatch":
@@ -47,10 +32,6 @@ def call(comm, received, operation):
         comm.dispatch(torch.zeros(20, HIDDEN), handle=received.handle)
     else:
         comm.combine(received.x, received.handle, reduce=operation)
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lose_a_rank(group, operation):

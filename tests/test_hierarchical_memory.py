@@ -13,7 +13,7 @@ from tiny_rings import tiny_rings
 
 from moecomm import MemoryLimitExceeded, Topology
 from moecomm.algorithms.channels import Channels
-from moecomm.algorithms.hops import Hops
+from moecomm.algorithms.hierarchical_dispatch import HierarchicalDispatch
 from moecomm.testing.compare import assert_bitwise_equal
 
 MIB = 1 << 20
@@ -65,7 +65,7 @@ def test_all_rings_of_a_rank_take_32_mib(topology):
 
 def test_early_chunks_that_nobody_takes_never_fill_a_ring_for_good(monkeypatch):
     """Calls that begin over rails and then go from rank to rank, many more than a ring has places."""
-    monkeypatch.setattr(Hops, "expects_rails", lambda self, kind: True)
+    monkeypatch.setattr(HierarchicalDispatch, "_send_early", lambda self, counts: self._traffic_out().send(3))
     topology = Topology.grid(2, 2)
     with tiny_rings(num_places=3), in_one_thread(4, topology=topology) as comms:
         hops = [comm._exchanger.session.hops for comm in comms]

@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from exchange_ranks import Batch, in_one_thread
+import torch
+from exchange_ranks import HIDDEN, Batch, in_one_thread
 from far_transports import PATHS
 from hierarchical_cases import GRIDS, mixed_calls
 from interleavings import run_at_random, run_in_turns
@@ -11,6 +12,8 @@ from tiny_rings import tiny_rings
 
 from moecomm import Topology
 from moecomm.transports import registry
+
+ALL = torch.tensor([[0, 5], [2, 4]]).repeat(3, 1)  # of six tokens, each to two ranks, one in each domain of two
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +61,58 @@ def test_calls_in_flight_share_a_channel_in_the_order_of_their_numbers():
         for rank, own in enumerate(works):
             for batch, work in zip(batches, own, strict=True):
                 batch.check_received(work.wait(), rank)
+
+
+@pytest.mark.parametrize("num_experts", [1 << 15, (1 << 15) + 2])
+def test_ids_of_so_many_experts(num_experts):
+    """The most that travel as two bytes each, and more."""
+    options = {"topology": Topology.grid(1, 1), "algorithm": "hierarchical", "num_experts": num_experts}
+    half = num_experts // 2
+    idx = torch.tensor([[0, num_experts - 1], [half - 1, half], [num_experts - 1, -1]])
+    with in_one_thread(2, **options) as comms:
+        works = [comm.dispatch_async(torch.arange(3.0)[:, None] + torch.zeros(HIDDEN), idx) for comm in comms]
+        run_in_turns(works)
+        received = [work.wait() for work in works]
+        for one, wanted in zip(received, ([0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 2.0, 0.0, 2.0]), strict=True):
+            assert one.x[:, 0].tolist() == wanted
+        works = [comm.combine_async(one.x, one.handle) for comm, one in zip(comms, received, strict=True)]
+        run_in_turns(works)
+        for work in works:
+            assert work.wait()[:, 0].tolist() == [0.0, 2.0, 2.0]
+
+
+def test_a_dispatch_ends_when_all_that_can_write_here_have():
+    """Rank 3 never gets to what its neighbour waits for; ranks 0 and 1 have their rows, and go on."""
+    with in_one_thread(4, topology=Topology.grid(2, 2), algorithm="hierarchical") as comms:
+        works = [comm.dispatch_async(torch.full((6, HIDDEN), float(comm.rank)), ALL) for comm in comms]
+        works[3].step()  # grants, and has sent all it has for the other domain
+        for _ in range(3):
+            done = [work.done() for work in works[:3]]
+        assert done == [True, True, False]
+        for work in works[:2]:
+            assert sorted(set(work.wait().x[:, 0].tolist())) == [0.0, 1.0, 2.0, 3.0]
+        later = [comm.dispatch_async(torch.full((6, HIDDEN), 10.0 + comm.rank), ALL) for comm in comms[:2]]
+        assert [work.done() for work in later] == [False, False]
+        later += [comm.dispatch_async(torch.full((6, HIDDEN), 10.0 + comm.rank), ALL) for comm in comms[2:]]
+        run_in_turns(works + later)
+        for work in works[2:]:
+            assert sorted(set(work.wait().x[:, 0].tolist())) == [0.0, 1.0, 2.0, 3.0]
+        for work in later:
+            assert sorted(set(work.wait().x[:, 0].tolist())) == [10.0, 11.0, 12.0, 13.0]
+
+
+def test_a_sum_is_made_as_soon_as_its_answers_are_here():
+    """Rank 3 does not go on, nor does rank 1, which asks it; the other two do not wait for them to make their sums."""
+    with in_one_thread(4, topology=Topology.grid(2, 2), algorithm="hierarchical") as comms:
+        works = [comm.dispatch_async(torch.full((6, HIDDEN), float(comm.rank)), ALL) for comm in comms]
+        run_in_turns(works)
+        received = [work.wait() for work in works]
+        works = [comm.combine_async(one.x, one.handle) for comm, one in zip(comms, received, strict=True)]
+        calls = [work._call for work in works]
+        for _ in range(3):
+            done = [work.done() for work in works[:3]]
+        assert done == [False] * 3  # their rows may still be read
+        assert [call.result is not None for call in calls] == [True, False, True, False]
+        run_in_turns(works)
+        for rank, work in enumerate(works):
+            assert torch.equal(work.wait(), torch.full((6, HIDDEN), 2.0 * rank))

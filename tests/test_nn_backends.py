@@ -139,3 +139,33 @@ def test_what_is_asked_for_is_not_measured(gpu):
     assert choose(device="cpu") == "loops"
     assert choose(num_rows=0) == "triton"
     assert gpu.timed == []
+
+
+def test_times_are_taken_on_the_stream_of_the_tensors_device(monkeypatch):
+    """Which need not be the current device, as in a thread of its own."""
+    recorded = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            recorded.append(stream)
+
+        def synchronize(self):
+            """Nothing runs."""
+
+        def elapsed_time(self, end):
+            return 3.0
+
+    class Outputs(Kernels):
+        def outputs(self, x, rows, gate_up_proj, down_proj, *, out, keeps_hidden):
+            return x, None
+
+    monkeypatch.setattr(backends, "expert_kernels_for", lambda name: Outputs())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    x = torch.empty(8, 4, device="meta")
+    rows = ExpertRows(8, torch.empty(1, dtype=torch.int32, device="meta"))
+    assert backends._time("triton", x, rows, x, down_proj=x, trains=False) == 3.0
+    assert set(recorded) == {"the stream of meta"}

@@ -13,11 +13,12 @@ from moecomm import Communicator, TransportUnavailable
 from moecomm.cli.facts import collect
 from moecomm.groups import SoloGroup
 from moecomm.testing import launch
-from moecomm.transports import nvshmem_engine, peers
+from moecomm.transports import composed, nvshmem_engine, peers, ucx
 from moecomm.transports.nvshmem import NvshmemTransport
 from moecomm.transports.nvshmem_engine import EngineError, Nvshmem4py, problem_here
 from moecomm.transports.nvshmem_library import NvshmemLibrary, find_library, missing_package
 from moecomm.transports.peers import my_identity
+from moecomm.transports.ucx_library import UcxLibrary
 
 ROOT = Path(__file__).parents[1]
 HERE = find_library().problem or missing_package()
@@ -55,6 +56,8 @@ def test_each_thing_that_is_missing_is_a_refusal(monkeypatch, changes, words):
 
 def test_processes_that_have_all_reach_each_other(monkeypatch):
     found(monkeypatch)
+    for owner in (composed, ucx):
+        monkeypatch.setattr(owner, "find_library", lambda: UcxLibrary("lib"))
     me, peer = two_ranks(host="another", hostname="another")
     assert NvshmemTransport.probe(me, [me, peer]) == [None, None]
     assert NvshmemTransport.remedy().endswith(".")
@@ -76,6 +79,16 @@ def test_a_peer_that_cannot_is_named(monkeypatch, changes, words):
     assert own is None
     assert others.endswith(words)
     assert "rank 1" in others
+
+
+def test_between_hosts_the_processes_must_be_able_to_talk(monkeypatch):
+    found(monkeypatch)
+    me, peer = two_ranks(host="another", hostname="another", ucx_problem="no UCX there.")
+    own, others = NvshmemTransport.probe(me, [me, peer])
+    assert own is None
+    assert others.startswith("what the processes say to each other needs a transport of its own. ")
+    assert "shm+ucx: rank 1 (pid" in others
+    assert "no UCX there." in others
 
 
 def cuda_peers(group):

@@ -31,7 +31,18 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # These name things that exist once per kind; only their registry may know them by name.
 CONCRETE = {
     "transports": {"base", "domains", "peers", "registry"},
-    "kernels": {"base", "choices", "eager", "experts", "flat_rows", "registry", "signals", "summary", "wire"},
+    "kernels": {
+        "base",
+        "choices",
+        "eager",
+        "experts",
+        "far_runs",
+        "flat_rows",
+        "registry",
+        "signals",
+        "summary",
+        "wire",
+    },
     "codecs": {"base", "registry"},
     "devices": {"base", "queue", "registry", "views"},
 }

@@ -70,6 +70,14 @@ def check(context: Context) -> Iterator[tuple[str, str, int]]:
             name = f"{layout}, {str(dtype).removeprefix('torch.')}"
             yield from _products(loads[layout], name, dtype, (hidden, 2 * intermediate), generator, device)
         yield from _experts(loads["expert_major"], str(first), first, (hidden, intermediate), generator, device)
+    if is_gpu and torch.cuda.get_device_capability(device) < (9, 0):
+        return
+    # The same by tensor descriptors, which need multiples of 64.
+    hidden, intermediate = (320, 160) if is_gpu else (64, 32)
+    with default_shapes(with_descriptors=True):
+        name = f"descriptors, {first}"
+        yield from _products(loads["expert_major"], name, first, (hidden, 2 * intermediate), generator, device)
+        yield from _experts(loads["expert_major"], name, first, (hidden, intermediate), generator, device)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -21,22 +21,22 @@ from moecomm.placement import Placement
 from moecomm.testing import masked
 from moecomm.testing.contracts.cases import random_rows
 
-__all__ = ["check", "check_signals"]
+__all__ = ["GUARD", "Inputs", "Side", "check", "check_signals", "guarded", "make_inputs"]
 
-_GUARD = 64
+GUARD = 64  # bytes, poisoned, before and behind all memory
 _TIMEOUT_NS = 5_000_000_000
 
 
-def _guarded(num_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def guarded(num_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Poisoned memory, and the part of it between two guards."""
-    whole = poisoned(num_bytes + 2 * _GUARD, dtype=torch.uint8, device=device)
-    return whole, whole[_GUARD : _GUARD + num_bytes]
+    whole = poisoned(num_bytes + 2 * GUARD, dtype=torch.uint8, device=device)
+    return whole, whole[GUARD : GUARD + num_bytes]
 
 
-class _Side:
+class Side:
     """What one implementation works on: all ranks' inputs, messages and blocks, on its device."""
 
-    def __init__(self, kernels: EagerKernels, device: torch.device, inputs: _Inputs) -> None:
+    def __init__(self, kernels: EagerKernels, device: torch.device, inputs: Inputs) -> None:
         self.kernels, self.device, self.inputs = kernels, device, inputs
         placement = Placement(inputs.num_experts, inputs.num_ranks)
         self.expert_rank, self.expert_local = (
@@ -45,7 +45,7 @@ class _Side:
         )
         self.num_local = [len(placement.local_experts(rank)) for rank in range(inputs.num_ranks)]
         self.first = [placement.local_experts(rank).start for rank in range(inputs.num_ranks)]
-        self.messages = [[_guarded(inputs.message_bytes(t), device) for t in inputs.tokens] for _ in inputs.tokens]
+        self.messages = [[guarded(inputs.message_bytes(t), device) for t in inputs.tokens] for _ in inputs.tokens]
 
     def send(self, rank: int) -> tuple[Tensor, int]:
         weights = self.inputs.weights
@@ -61,7 +61,7 @@ class _Side:
         """What is learned, and all the memory that may have been written."""
         num_local = self.num_local[rank]
         num_rows = num_local * form.capacity if form.capacity else form.num_rows
-        rows, values = _guarded(num_rows * form.row_bytes, self.device), _guarded(num_rows * 4, self.device)
+        rows, values = guarded(num_rows * form.row_bytes, self.device), guarded(num_rows * 4, self.device)
         for _, part in (rows, values):
             part.zero_()
         used = torch.zeros(max(1, num_local), dtype=torch.int64, device=self.device)
@@ -78,8 +78,8 @@ class _Side:
         return learned, [rows[0], values[0], used, arrived]
 
     def copy(self, rank: int, form: Form, learned: Sorted, rows: Tensor) -> Tensor:
-        block = rows[_GUARD:-_GUARD].view(-1, form.row_bytes)
-        whole, part = _guarded(block.numel(), self.device)
+        block = rows[GUARD:-GUARD].view(-1, form.row_bytes)
+        whole, part = guarded(block.numel(), self.device)
         local = (self.first[rank], self.first[rank] + self.num_local[rank])
         self.kernels.copy_expert_rows(
             part.data_ptr(), block, form.row_bytes, learned.counts, local, form.capacity, form.alignment
@@ -88,7 +88,7 @@ class _Side:
 
 
 @dataclass
-class _Inputs:
+class Inputs:
     num_experts: int
     num_topk: int
     tokens: tuple[int, ...]
@@ -114,26 +114,28 @@ class _Inputs:
         yield "expert_major", make(0, 4, total * self.num_topk + 4 * self.num_experts)
 
 
-def _inputs(context: Context, hidden: int, *, has_weights: bool) -> _Inputs:
+def make_inputs(context: Context, hidden: int, *, has_weights: bool, call: int = 0) -> Inputs:
+    """Random ones; those of another call have other numbers of tokens, which add up to as many."""
     num_experts, num_topk = (32, 8) if context.timer.is_gpu else (5, 2)
     tokens: tuple[int, ...] = (40, 0, 7, 1, 33, 5, 2, 64) if context.timer.is_gpu else (3, 0, 4)
-    seeds = [context.seed + 1000 * rank for rank in range(len(tokens))]
+    tokens = tokens[call:] + tokens[:call]
+    seeds = [context.seed + 1000 * rank + call for rank in range(len(tokens))]
     ids = [masked(n, num_experts, num_topk, seed=seed).int() for n, seed in zip(tokens, seeds, strict=True)]
     rows = [random_rows((n, hidden), torch.bfloat16, f"{seed}") for n, seed in zip(tokens, seeds, strict=True)]
     weights = None
     if has_weights:
         weights = [random_rows(tuple(each.shape), torch.float32, "weights").masked_fill(each < 0, 0) for each in ids]
-    return _Inputs(num_experts, num_topk, tokens, rows, ids, weights)
+    return Inputs(num_experts, num_topk, tokens, rows, ids, weights)
 
 
 def check(kernels: EagerKernels, context: Context) -> Iterator[tuple[str, str, int]]:
     """Kernel, case and wrong elements, for every method of `EagerKernels`."""
     hidden = (33, 7168) if context.timer.is_gpu else (8,)
     for columns, has_weights in ((hidden[0], True), (hidden[-1], False)):
-        inputs = _inputs(context, columns, has_weights=has_weights)
+        inputs = make_inputs(context, columns, has_weights=has_weights)
         name = f"{columns} columns{', weights' if has_weights else ''}"
-        got = _Side(kernels, context.device, inputs)
-        want = _Side(eager_kernels_for("reference"), torch.device("cpu"), inputs)
+        got = Side(kernels, context.device, inputs)
+        want = Side(eager_kernels_for("reference"), torch.device("cpu"), inputs)
         for rank in range(inputs.num_ranks):
             (ids, _), (right, _) = got.send(rank), want.send(rank)
             yield "send_eager", name, wrong_bits(ids, right)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
+import check_captured
 import check_experts
 import check_low_latency
 import check_rows
@@ -43,6 +44,7 @@ CHECKS: dict[str, Callable[[Context], Found]] = {
     "push in bulk": _bulk,
     "low-latency kernels": _low_latency,
     "signals": check_low_latency.check_signals,
+    "captured calls": check_captured.check,
     "experts": check_experts.check,
 }
 

@@ -6,6 +6,7 @@ By the hosts' clock, the device waited for after each pair: what a training step
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -52,19 +53,29 @@ def run_pairs(context: Context, num_ranks: int, devices: list[Any]) -> None:
     )
 
 
+def _stream_of(device: Any) -> AbstractContextManager[Any]:
+    """A stream of a rank's own: otherwise all threads give their work to one and the same."""
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return nullcontext()
+
+
 def _pairs(group: Group, devices: list[Any], model: Model, tokens: int, seed: int) -> tuple[list[float], int]:
     """One rank's times in microseconds, and how many of the last answer's numbers are wrong."""
     times = []
-    with Communicator(
-        group,
-        num_experts=model.num_experts,
-        hidden=model.hidden,
-        num_topk=model.num_topk,
-        max_tokens_per_rank=1,
-        memory_limit=4 * tokens * model.num_topk * model.hidden * 2 + (1 << 20),
-        timeout=timedelta(seconds=_SECONDS / 2),
-        device=devices[group.rank],
-    ) as comm:
+    with (
+        _stream_of(devices[group.rank]),
+        Communicator(
+            group,
+            num_experts=model.num_experts,
+            hidden=model.hidden,
+            num_topk=model.num_topk,
+            max_tokens_per_rank=1,
+            memory_limit=4 * tokens * model.num_topk * model.hidden * 2 + (1 << 20),
+            timeout=timedelta(seconds=_SECONDS / 2),
+            device=devices[group.rank],
+        ) as comm,
+    ):
         generator = torch.Generator().manual_seed(seed + group.rank)
         x = torch.randn(tokens, model.hidden, generator=generator).bfloat16().to(comm.device)
         ids = uniform(tokens, model.num_experts, model.num_topk, seed=seed + group.rank).to(comm.device)

@@ -8,8 +8,8 @@ N rows   H hidden   I intermediate   E experts of this rank
     SwiGLU            gate and up, activation, down: all of an expert
 
 The dense product multiplies the same rows by one matrix (weight gradient: sums over all rows into one matrix). Decode
-steps are held against reading every weight once at the rate of a device copy, which reads and writes. Answers are
-compared with one torch product per expert, as far as rounding allows, in memory that was poisoned.
+steps are also held against reading every weight once that has rows, at the rate of a device copy, which reads and
+writes. Answers are compared with one torch product per expert, as far as rounding allows, in memory that was poisoned.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from answers import poisoned, wrong_sums
 from context import Context
 from report import compared, unmeasured
 from sizes import Model, product_flops, row_counts, swiglu_flops, weight_bytes
+from timing import Timing
 from torch import Tensor
 
 from moecomm.kernels.experts import ExpertRows
@@ -173,50 +174,67 @@ def _train(context: Context, shape: str, product: _Product, *, has_goals: bool) 
     """Two lines: against the dense product, against grouped_mm."""
     wrong = wrong_sums(product.ours(), product.right(), **product.tolerance)
     timing = context.timer.measure(product.ours, seconds=context.case_seconds)
+    goals = (product.goal, 1.0 if product.name == "forward" else None) if has_goals else (None, None)
+    _against_rivals(context, product.name, shape, product, timing, wrong, goals)
+
+
+def _against_rivals(
+    context: Context,
+    what: str,
+    shape: str,
+    product: _Product,
+    timing: Timing,
+    wrong: int,
+    goals: tuple[float | None, float | None] = (None, None),
+) -> None:
     rivals: list[tuple[str, Callable[[], object], float | None]] = [
-        ("dense matmul of equal FLOPs", product.dense, product.goal),
-        ("torch grouped_mm", product.grouped, 1.0 if product.name == "forward" else None),
+        ("dense matmul of equal FLOPs", product.dense, goals[0]),
+        ("torch grouped_mm", product.grouped, goals[1]),
     ]
     for name, rival, goal in rivals:
         try:
             bound = context.timer.measure(rival, seconds=context.case_seconds)
         except (RuntimeError, AttributeError) as error:
             note = f"not measured against {name}: {error}"
-            context.add(unmeasured(context.part, product.name, shape, note))
+            context.add(unmeasured(context.part, what, shape, note))
             continue
         context.add(
             compared(
                 context.part,
-                product.name,
+                what,
                 shape,
                 timing,
                 bound=name,
                 bound_us=bound.median_us,
-                goal=goal if has_goals else None,
+                goal=goal,
                 flops=product.flops,
                 wrong=wrong,
             )
         )
 
 
-def _decode(context: Context, shape: str, product: _Product, operands: Operands) -> None:
-    """One line: against reading the weights."""
+def _decode(context: Context, shape: str, product: _Product, operands: Operands, *, has_goals: bool) -> None:
+    """Three lines: against reading the weights of the experts that have rows, and against both rivals."""
     weights = [operands.gate_up] if product.name == "forward" else [operands.gate_up, operands.down]
-    num_bytes = sum(weight_bytes(weight.numel(), weight.element_size()) for weight in weights)
+    num_used = sum(count > 0 for count in operands.counts)
+    num_bytes = sum(weight_bytes(weight[:num_used].numel(), weight.element_size()) for weight in weights)
     wrong = wrong_sums(product.ours(), product.right(), **product.tolerance)
+    timing = context.timer.measure(product.ours, seconds=context.case_seconds)
+    what = f"{product.name}, decode"
     context.add(
         compared(
             context.part,
-            f"{product.name}, decode",
+            what,
             shape,
-            context.timer.measure(product.ours, seconds=context.case_seconds),
+            timing,
             bound="weight bytes at copy rate",
             bound_us=context.timer.copy(num_bytes, seconds=context.case_seconds).median_us,
-            goal=0.8 if product.name == "forward" else None,
+            goal=0.8 if product.name == "forward" and has_goals else None,
             num_bytes=num_bytes,
             wrong=wrong,
         )
     )
+    _against_rivals(context, what, shape, product, timing, wrong)
 
 
 def run(context: Context) -> None:
@@ -226,10 +244,12 @@ def run(context: Context) -> None:
         for load in sizes.loads[:1]:
             _run_training(context, model, load, has_goals=model is sizes.models[0])
         for num_rows in sizes.decode_rows:
-            _run_decode(context, model, num_rows)
+            _run_decode(context, model, num_rows, sizes.loads[0], has_goals=True)
     for model in sizes.models:
         for load in sizes.loads[1:]:
             _run_training(context, model, load, has_goals=False)
+            for num_rows in sizes.decode_rows:
+                _run_decode(context, model, num_rows, load, has_goals=False)
 
 
 def _run_training(context: Context, model: Model, load: str, *, has_goals: bool) -> None:
@@ -244,13 +264,14 @@ def _run_training(context: Context, model: Model, load: str, *, has_goals: bool)
     context.attempt("training", shape, case)
 
 
-def _run_decode(context: Context, model: Model, num_rows: int) -> None:
+def _run_decode(context: Context, model: Model, num_rows: int, load: str, *, has_goals: bool) -> None:
     num_experts = max(1, model.num_experts // context.sizes.num_ranks)
-    shape = f"{model.name}: {num_experts} experts x {num_rows} rows"
+    shape = f"{model.name}: {num_experts} experts x {num_rows} rows, {load}"
 
     def case() -> None:
-        operands = make_operands(context, model, [num_rows] * num_experts)
+        operands = make_operands(context, model, row_counts(load, num_rows * num_experts, num_experts))
         for product in _products(operands, has_backward=False):
-            context.attempt(product.name, shape, partial(_decode, context, shape, product, operands))
+            decode = partial(_decode, context, shape, product, operands, has_goals=has_goals)
+            context.attempt(product.name, shape, decode)
 
     context.attempt("decode", shape, case)

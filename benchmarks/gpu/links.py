@@ -1,147 +1,150 @@
-"""Rows between ranks: whole communicators of virtual ranks; a push between two processes on one device over CUDA IPC,
-tried and reported; between devices: what exists today.
+"""Rows between processes, a GPU each: transport `nvlink` against `all_to_all_single` over NCCL and the links' copies.
 
-python benchmarks/gpu/links.py HANDLE NUM_BYTES ...       the other process; started by `run`, not by people
+What each process does is in link_ranks.py. With one GPU two processes share it over CUDA IPC: tried and reported, since
+containers may forbid it; NCCL takes no two ranks on one GPU. Before that, whole communicators of virtual ranks, which
+are threads. Without a GPU, to rehearse: processes with CPU tensors, and gloo.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
-from answers import wrong_bits
 from context import Context
 from exchange import run_pairs
+from link_ranks import COPY, OURS, THEIRS, Found, Job, measure, on_gpu, on_host
 from report import compared, unmeasured
-from timing import Timer, Timing
-from torch import Tensor
+from timing import Timing
 
-__all__ = ["expected_rows", "make_rows", "run"]
+from moecomm.bench.config import BenchConfig
+from moecomm.errors import TransportUnavailable
+from moecomm.testing import launch
+from moecomm.testing.failures import RankFailure
 
-_WAIT_SECONDS = 35.0
-_POISON = 0xA5
+__all__ = ["run", "run_processes"]
 
-
-def make_rows(tokens: int, hidden: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows `[T, H]` int16 and routes `[T, 2]` to rank 0, in reverse and again behind: alike in both processes."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(-(2**15), 2**15, (tokens, hidden), generator=generator, dtype=torch.int16)
-    places = torch.arange(tokens).flip(0)
-    return rows.to(device), torch.stack([places, places + tokens], dim=1).to(device)
-
-
-def expected_rows(rows: Tensor) -> Tensor:
-    """`[2T, H]`: what `make_rows` leaves at rank 0."""
-    return torch.cat([rows.flip(0), rows.flip(0)])
+_GRACE_SECONDS = 25.0  # for what is under way when the part's time is over; run.py waits for longer
+_WAIT_SECONDS = 30.0  # of one wait of a rank for another
+_CASES = 4  # modes and operations, which share the time of a measurement of several contestants
+_VIRTUAL = (1, 2)
+_NCCL = "NCCL all_to_all_single"
 
 
 def run(context: Context) -> None:
-    """One process's push kernel into the memory of another; what is missing is said."""
-    sizes = context.sizes
-    shape = f"{sizes.tokens} x {sizes.exchange.hidden} bf16, to 2 places"
-    context.attempt("push, CUDA IPC", shape, lambda: _try_push(context, shape))
-    if context.timer.is_gpu:
-        for num_ranks in (1, 2):
-            devices = [context.device] * num_ranks
-            context.attempt(
-                "dispatch + combine, communicator",
-                f"{num_ranks} virtual ranks",
-                functools.partial(run_pairs, context, num_ranks, devices),
-            )
-    count = torch.cuda.device_count() if context.timer.is_gpu else 0
-    for what in ("dispatch over NVLink", "NCCL all_to_all_single"):
-        note = "not measured: there is no launcher for one process per device yet"
-        context.add(unmeasured(context.part, what, f"{count} devices", note))
-
-
-def _try_push(context: Context, shape: str) -> None:
-    try:
-        _push_between_processes(context, shape)
-    except (ImportError, RuntimeError) as error:
-        # Containers may forbid it, and CuPy may be missing: neither is a mistake of the kernels.
-        note = f"not measured: {type(error).__name__}: {error}"
-        context.add(unmeasured(context.part, "push, CUDA IPC", shape, note))
-
-
-def _push_between_processes(context: Context, shape: str) -> None:
-    from cupy.cuda import runtime
-
-    tokens, hidden, device = context.sizes.tokens, context.sizes.exchange.hidden, context.device
-    num_bytes = 2 * tokens * hidden * 2
-    runtime.setDevice(device.index or 0)
-    # Not from a pool of torch or CuPy: a handle names a whole allocation.
-    address = runtime.malloc(num_bytes)
-    try:
-        runtime.memset(address, _POISON, num_bytes)
-        runtime.deviceSynchronize()
-        handle = runtime.ipcGetMemHandle(address)
-        numbers = (num_bytes, tokens, hidden, context.seed, device.index or 0, context.case_seconds)
-        told = _ask_child([handle.hex(), *map(str, numbers)])
-        runtime.deviceSynchronize()
-        got = torch.empty(2 * tokens, hidden, dtype=torch.int16)
-        runtime.memcpy(got.data_ptr(), address, num_bytes, runtime.memcpyDeviceToHost)
-    finally:
-        runtime.free(address)
-    rows, _ = make_rows(tokens, hidden, context.seed, torch.device("cpu"))
-    moved = 3 * tokens * hidden * 2
-    context.add(
-        compared(
-            context.part,
-            "push, CUDA IPC",
-            shape,
-            Timing(told["median_us"], told["p90_us"], told["repetitions"]),
-            bound="device copy of as many bytes",
-            bound_us=context.timer.copy(moved, seconds=context.case_seconds).median_us,
-            num_bytes=moved,
-            wrong=wrong_bits(got, expected_rows(rows)),
+    """All there is on this machine; what is missing is said."""
+    if not context.timer.is_gpu:
+        run_processes(context, "2 CPU processes", 2, on_host, transport="auto", collective="gloo")
+        return
+    index, count = context.device.index or 0, torch.cuda.device_count()
+    if count > 1:
+        # The current one is the first, as everywhere in this run.
+        devices = tuple(sorted(range(count), key=lambda other: other != index))
+        run_processes(context, f"{count} GPUs", count, partial(on_gpu, devices), transport="nvlink", collective="nccl")
+    else:
+        note = "not measured: there is one GPU, and NCCL takes no two ranks on one"
+        context.add(unmeasured(context.part, _NCCL, "1 GPU", note))
+    alone = partial(on_gpu, (index, index))
+    run_processes(context, "2 processes in turn on 1 GPU", 2, alone, transport="nvlink", collective=None)
+    for num_ranks in _VIRTUAL:
+        context.attempt(
+            "dispatch + combine, communicator",
+            f"{num_ranks} virtual ranks",
+            partial(run_pairs, context, num_ranks, [context.device] * num_ranks),
         )
-    )
 
 
-def _ask_child(arguments: Sequence[str]) -> dict[str, Any]:
-    """What the other process found.
+def run_processes(
+    context: Context,
+    where: str,
+    num_ranks: int,
+    device_of: Callable[[int], Any],
+    *,
+    transport: str,
+    collective: str | None,
+) -> None:
+    """Dispatch and combine in both modes, by one process per rank.
 
-    Raises:
-        RuntimeError: it failed, with the end of what it said; or took too long.
+    Arguments:
+        context: of the part.
+        where: what the ranks are on, in words.
+        num_ranks: at least 2.
+        device_of: as in `Job`; a function that other processes can import.
+        transport: of our communicator.
+        collective: as in `Job`.
     """
-    command = [sys.executable, __file__, *arguments]
-    try:
-        child = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"the other process did not end in {_WAIT_SECONDS:g} s") from error
-    if child.returncode:
-        raise RuntimeError(f"the other process ended with {child.returncode}: {child.stderr.strip()[-600:]}")
-    told: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return told
+    sizes, model = context.sizes, context.sizes.exchange
+    for mode, tokens in (("throughput", sizes.tokens), ("low_latency", sizes.decode_tokens)):
+        config = BenchConfig(
+            ranks=num_ranks,
+            tokens=(tokens,),
+            hidden=model.hidden,
+            experts=model.num_experts,
+            topk=model.num_topk,
+            mode=mode,
+            transport=transport,
+            seed=context.seed,
+            timeout=_WAIT_SECONDS,
+        )
+        shape = f"{where} x {tokens} x {model.hidden} bf16, top-{model.num_topk}"
+        context.attempt(f"exchange, {mode}", shape, partial(_exchange, context, config, shape, device_of, collective))
 
 
-def _be_child(arguments: Sequence[str]) -> None:
-    """Opens the other process's memory, pushes into it, prints the time."""
-    from cupy.cuda import runtime
-
-    from moecomm.kernels.triton.rows import TritonRowKernels
-
-    handle = bytes.fromhex(arguments[0])
-    _, tokens, hidden, seed, index = map(int, arguments[1:6])
-    seconds = float(arguments[6])
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    rows, routes = make_rows(tokens, hidden, seed, device)
-    runtime.setDevice(index)
-    address = runtime.ipcOpenMemHandle(handle)
-    try:
-        table, kernels = torch.tensor([address, 0], device=device), TritonRowKernels()
-        timing = Timer(device).measure(lambda: kernels.push_rows(rows, routes, table), seconds=seconds)
-        torch.cuda.synchronize(device)
-    finally:
-        runtime.ipcCloseMemHandle(address)
-    print(json.dumps(timing.__dict__))
+def _exchange(
+    context: Context, config: BenchConfig, shape: str, device_of: Callable[[int], Any], collective: str | None
+) -> None:
+    limit = max(0.0, context.deadline - time.monotonic()) + _GRACE_SECONDS
+    with tempfile.TemporaryDirectory(prefix="moecomm-links-") as folder:
+        job = Job(config, device_of, collective, _CASES * context.case_seconds, folder)
+        try:
+            ranks: list[Found] = launch(measure, config.ranks, job, backend="processes", timeout=limit)
+        except RankFailure as failure:
+            if isinstance(failure.error, TransportUnavailable):
+                raise failure.error from None  # nothing is broken: this machine does not have it
+            raise
+    _report(context, config, shape, ranks, collective)
 
 
-if __name__ == "__main__":
-    _be_child(sys.argv[1:])
+def _report(context: Context, config: BenchConfig, shape: str, ranks: Sequence[Found], collective: str | None) -> None:
+    """Each contestant against the copies of the same bytes; ours against theirs."""
+    away = max(found.bytes_away for found in ranks)
+    here = max(found.bytes_here for found in ranks)
+    shape = f"{shape}; {_megabytes(away)} to others, {_megabytes(here)} kept"
+    copy = _slowest(ranks, (COPY, "dispatch"))
+    theirs = _NCCL if collective == "nccl" else f"{collective} all_to_all_single"
+    names = {OURS: ranks[0].transport, THEIRS: theirs}
+    if copy is not None:
+        wrong = sum(found.wrong[COPY, "dispatch"] for found in ranks)
+        context.add(compared(context.part, "copies to all ranks", shape, copy, num_bytes=away, wrong=wrong))
+    for what in ("dispatch", "combine"):
+        timings = {who: timing for who in names if (timing := _slowest(ranks, (who, what))) is not None}
+        rivals = [(who, "copies of as many bytes", copy) for who in timings if copy is not None]
+        if THEIRS in timings:
+            rivals.append((OURS, theirs, timings[THEIRS]))
+        for who, bound, other in rivals:
+            context.add(
+                compared(
+                    context.part,
+                    f"{what}, {config.mode}, {names[who]}",
+                    shape,
+                    timings[who],
+                    bound=bound,
+                    bound_us=None if other is None else other.median_us,
+                    num_bytes=away,
+                    wrong=sum(found.wrong[who, what] for found in ranks),
+                )
+            )
+
+
+def _slowest(ranks: Sequence[Found], key: tuple[str, str]) -> Timing | None:
+    """The times of the rank whose median is the largest; None where nobody measured this."""
+    times = [found.times_us[key] for found in ranks if key in found.times_us]
+    return Timing.of(max(times, key=median)) if times else None
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g} MB"

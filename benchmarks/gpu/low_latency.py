@@ -3,15 +3,17 @@
 T tokens of a rank   K num_topk   H hidden   E experts   R ranks
 
 The floor is one signal round trip between two streams (dispatch's hop and combine's), measured here with the same
-signal and wait kernels, and the bytes that an exchange cannot do without at the rate of a device copy. Two forms:
+signal and wait kernels, and the bytes that an exchange cannot do without at the rate of a device copy. Three forms:
 
+    as a graph      calls that a CUDA graph holds, one graph per rank, replayed: ids and counts stay on the device
     as called       send_eager, receive_eager into slabs, combine_rows: what a call does today, the host's waits for
                     ids and counts included
     rows, signals   the same rows through windows to slabs and home, and the same signals, with all routes known: what
                     is left when the host no longer waits
 
-No kernel that waits has more than one program, and the others never wait: so all that a wait depends on can run beside
-it however many ranks there are.
+Of the last two no kernel that waits has more than one program, and the others never wait: so all that a wait depends on
+can run beside it however many ranks there are. A graph waits in its middle, so each rank's stream needs a hardware
+queue of its own (`CUDA_DEVICE_MAX_CONNECTIONS`, which run.py sets).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from functools import partial
 import torch
 from answers import poisoned, wrong_bits
 from context import Context
+from graphs import GraphPairs
 from report import compared
 from sizes import low_latency_bytes
 from timing import Timing
@@ -232,17 +235,12 @@ def run(context: Context) -> None:
         tokens = sizes.num_ranks * sizes.decode_tokens
         num_bytes = low_latency_bytes(tokens, tokens * model.num_topk, model.hidden * 2)
         copy = context.timer.copy(num_bytes, seconds=seconds)
-        exchange = Exchange(context)
-        for what, step, waits in (
-            ("pair, as called", exchange.call, True),
-            ("pair, rows and signals", exchange.move, False),
-        ):
-            for slab in exchange.slabs:
-                slab.fill_(torch.nan)
+
+        def measure(what: str, step: Callable[[], None], wrong_elements: Callable[[], int], *, waits: bool) -> None:
             step()
-            wrong = exchange.wrong()
+            wrong = wrong_elements()
             timing = context.timer.measure(step, seconds=seconds, waits=waits)
-            wrong += exchange.wrong()
+            wrong += wrong_elements()
             context.add(
                 compared(
                     context.part,
@@ -257,5 +255,20 @@ def run(context: Context) -> None:
                     wrong=wrong,
                 )
             )
+
+        def graphs() -> None:
+            pairs = GraphPairs(context)
+            pairs.capture()
+            measure("pair, as a graph", pairs.step, pairs.wrong, waits=False)
+
+        context.attempt("pair, as a graph", shape, graphs)
+        exchange = Exchange(context)
+        for what, step, waits in (
+            ("pair, as called", exchange.call, True),
+            ("pair, rows and signals", exchange.move, False),
+        ):
+            for slab in exchange.slabs:
+                slab.fill_(torch.nan)
+            measure(what, step, exchange.wrong, waits=waits)
 
     context.attempt("pair", shape, case)

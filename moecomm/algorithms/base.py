@@ -67,9 +67,14 @@ class Returned(NamedTuple):
 
 
 class Algorithm(abc.ABC):
-    """A way to exchange rows between the ranks of a communicator. Calls are collective, in one order everywhere."""
+    """A way to exchange rows between the ranks of a communicator. Calls are collective, in one order everywhere.
+
+    Attributes:
+        refusal: why all its dispatches are refused, as a sentence without its full stop; mostly empty.
+    """
 
     name: ClassVar[str]
+    refusal: str = ""
 
     @abc.abstractmethod
     def check_size(self, num_tokens: int) -> None:

@@ -30,7 +30,8 @@ LANE_NOTICED = 3
 # Count chunks, see channels.py: those sent to me, and those of mine that were taken out.
 LANE_CHUNK = 4
 LANE_CREDIT = 5
-TRAFFIC_LANES = range(LANE_CHUNK, LANE_CREDIT + 1)
+# What may let a stream go on.
+TRAFFIC_LANES = range(LANE_GRANTED, LANE_CREDIT + 1)
 NUM_LANES = 6
 _LANE_NAMES = ("has not made the call", "has not granted receive memory", "has not finished its part")
 

@@ -15,6 +15,7 @@ from moecomm.algorithms.sequencer import Sequencer
 from moecomm.devices.base import Device
 from moecomm.devices.queue import OrderedQueue, Queue
 from moecomm.errors import TransportError
+from moecomm.kernels.wire import Wire
 from moecomm.transports.base import Transport
 
 __all__ = ["DeviceSequencer", "make_queue", "make_sequencer"]
@@ -74,13 +75,16 @@ class DeviceSequencer(Sequencer):
 
 
 def make_queue(transport: Transport, device: Device, timeout: float) -> Queue:
-    """The queue of a rank, with boards that all ranks' devices can address. Collective."""
+    """The queue of a rank, with boards that all ranks' devices can address, or reach over a wire. Collective."""
     boards: list[int] = []
+    wire: Wire | None = None
     nbytes = device.board_bytes(transport.num_ranks)
     if nbytes:
         region = transport.allocate_on(device, nbytes)
         boards = [transport.peer(region, rank) or 0 for rank in range(transport.num_ranks)]
-    return device.make_queue(boards, transport.rank, timeout, transport.gone)
+        if transport.capabilities.device_initiated:
+            wire = transport.make_wire(region, device)
+    return device.make_queue(boards, transport.rank, timeout, transport.gone, wire)
 
 
 def make_sequencer(

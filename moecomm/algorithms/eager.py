@@ -57,12 +57,11 @@ class Eager(Algorithm):
 
     def __init__(self, exchange: Exchange, topology: Topology, sizes: EagerSizes, max_in_flight: int) -> None:
         self._sizes = sizes
-        self._refusal = ""
         num_windows = 2 * max_in_flight
         needed, most = num_windows * exchange.transport.num_ranks * sizes.window_bytes, exchange.smallest_limit // 4
         if not exchange.device.is_host and needed > most:
             # All exists at once there, and who never makes such a call should not pay for it.
-            self._refusal = (
+            self.refusal = (
                 f"mode 'low_latency' would take {needed} bytes of {exchange.device.kind} memory for windows of "
                 f"max_tokens_per_rank={sizes.max_tokens_per_rank} tokens, and may take {most}, a quarter of the "
                 "memory_limit; construct the Communicator with a smaller max_tokens_per_rank or a larger memory_limit"
@@ -82,8 +81,8 @@ class Eager(Algorithm):
         self.tools = EagerTools(exchange, windows, sizes, exchange.device.eager_kernels(), home, holders)
 
     def check_size(self, num_tokens: int) -> None:
-        if self._refusal:
-            raise ValueError(self._refusal)
+        if self.refusal:
+            raise ValueError(self.refusal)
         self._sizes.check(num_tokens)
 
     def capacity(self, layout: str, expert_alignment: int) -> int:

@@ -94,14 +94,14 @@ class EagerCombine:
     def _send_home(self, far: Homecoming) -> list[Parcel]:
         """Sends what has no room in my windows at far ranks; gives the messages with the rest, which bring the card."""
         exchange, windows, *_ = self.tools
-        parcels = []
+        parcels, sources = [], [plane.data_ptr() for plane in self.planes]
         for home in exchange.reach.far:
             address = windows.outbox(home)
-            nbytes = far.pack_for(home, self.planes, address, windows.room)
+            nbytes = far.pack_for(home, sources, address, windows.room)
             if nbytes <= windows.room:
                 parcels.append(windows.parcel(self.window, home, nbytes))
             elif windows.landings is not None:
-                far.send_to(home, self.planes, windows.landings, self.window * windows.landing_bytes)
+                far.send_to(home, sources, windows.landings, self.window * windows.landing_bytes)
         return parcels
 
     def _share(self, plane: torch.Tensor, row_bytes: int) -> tuple[int, object | None]:
@@ -160,6 +160,7 @@ class EagerCombine:
         if windows.landings is not None:
             far.readdress(addresses, windows.landings.address + self.window * windows.landing_bytes)
             far.readdress_packed(addresses, windows.slots[self.window], windows.room)
-        return far.routes
+        (routes,) = far.make_routes()
+        return routes
 
     _phases = (Phase("send", None, _send), Phase("receive", LANE_BEGUN, _receive))

@@ -12,7 +12,7 @@ import torch
 from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.device_sequencer import make_queue, make_sequencer
-from moecomm.algorithms.far_rows import Reach
+from moecomm.algorithms.far_rows import FarRows, Reach
 from moecomm.algorithms.fixed_blocks import FixedBlocks
 from moecomm.algorithms.hops import Hops
 from moecomm.algorithms.mailbox import Mailbox
@@ -20,7 +20,9 @@ from moecomm.algorithms.receive_memory import ReceiveMemory
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 from moecomm.devices.base import Device
+from moecomm.devices.queue import OrderedQueue
 from moecomm.errors import MemoryLimitExceeded
+from moecomm.kernels.far_runs import FarRun, Memory
 from moecomm.placement import Placement
 from moecomm.transports.base import Transport
 
@@ -110,6 +112,27 @@ class Exchange(Session):
         call.is_agreed_failure = True
         raise self.memory.exceeded_fixed(call.title, self.transport.describe_peer(rank), card.need, card.limit)
 
+    def far_routes(self, rows: FarRows, topk_idx: torch.Tensor) -> torch.Tensor:
+        """`FarRows.routes` on the device; to be called by its work."""
+        bases = self.queue.upload(torch.from_numpy(rows.bases))
+        return rows.routes(self.kernels, topk_idx, self.expert_rank, bases)
+
+    def put(self, source: int, runs: Sequence[FarRun]) -> None:
+        """Puts runs into far ranks' receive memory; they are there for whoever waits for my next signal to all.
+
+        Arguments:
+            source: address that the runs count from; on a device, in my receive memory.
+        """
+        region = self.memory.region
+        self.hops.between += sum(run.nbytes for run in runs)
+        if isinstance(self.queue, OrderedQueue):
+            begin = source - region.address
+            inside = [run._replace(source=begin + run.source) for run in runs]
+            self.queue.put(Memory(region.address, region.nbytes), inside)
+            return
+        for rank, target, at, nbytes in runs:
+            self.transport.put(region, target, source + at, nbytes, rank)
+
     def count_tokens(self, num_tokens_per_expert: npt.NDArray[np.int32]) -> None:
         self._arrived += num_tokens_per_expert
 
@@ -181,4 +204,5 @@ class Exchange(Session):
         self.queue.close()
         self.algorithms = {}  # they hold the session, so it would take the garbage collector to let go of the memory
         # Memory is not cleared: peers may still be reading the rows of a low-latency combine that is finished here.
+        self.memory.close()
         self.transport.close()

@@ -106,10 +106,19 @@ class FarRows:
         is_far[list(self._far)] = True
         return np.where(is_far if self._is_flat else is_far[self._placement.rank_of_expert], self._packed, self._there)
 
-    def routes(self, kernels: RowKernels, topk_idx: torch.Tensor) -> torch.Tensor:
-        """`[T, K]` int64: as in a handle of the source, but rows of far ranks are numbered as they are packed."""
+    def routes(
+        self, kernels: RowKernels, topk_idx: torch.Tensor, expert_rank: torch.Tensor, bases: torch.Tensor
+    ) -> torch.Tensor:
+        """`[T, K]` int64: as in a handle of the source, but rows of far ranks are numbered as they are packed.
+
+        Arguments:
+            kernels: of the device of the tensors.
+            topk_idx: of the source.
+            expert_rank: `[E]` int32.
+            bases: `self.bases`.
+        """
         plan = kernels.plan_flat if self._is_flat else kernels.plan_expert_major
-        return plan(topk_idx, self._placement.expert_rank, torch.from_numpy(self.bases))
+        return plan(topk_idx, expert_rank, bases)
 
     def runs(self, rank: int) -> list[Run]:
         """The runs of the part of a far rank."""

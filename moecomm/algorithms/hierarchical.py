@@ -6,14 +6,15 @@ rail: the rank of the same local index.
 dispatch   announce, grant   as in rendezvous.py
            push              write what stays in my domain; send each other domain's rows to my rail there, in chunks;
                              write the rows that come from those whose rail I am to their places: all at once, whatever
-                             can go on goes on
-           arrive            as there
+                             can go on goes on, until my domain has written
+           arrive            as there; ranks of other domains write nothing here, so they are not waited for
 combine    ready             as there
            send home         ask my rails for rows of their domains, or sums of them, in chunks; answer those who ask
-           pull              everybody has been answered: sum
+           pull              my rails have answered: sum
            release           as there
 
-A call goes from rank to rank instead where that moves fewer bytes between domains. All ranks know the numbers.
+A call goes from rank to rank instead where that moves fewer bytes between domains. All ranks know the numbers; each
+guesses from its own, and if they speak for rails, first chunks leave with the announcement.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moecomm import _C
@@ -27,7 +29,6 @@ from moecomm.kernels.registry import chosen_eager_kernels
 
 __all__ = ["HierarchicalCombine"]
 
-_ID_BYTES = 4
 # Sent to each rail before it is known whether the call goes over rails; a call that begins never waits.
 _EARLY_CHUNKS = 4
 # In place of the first offset on a card: what is missing is memory for blocks of fixed shape.
@@ -74,7 +75,7 @@ class HierarchicalCombine(Combine):
         value_bytes = 0 if values is None else values.element_size()
         self.answer_bytes = (self.row_bytes, value_bytes * self.num_topk)
         weight_bytes = 0 if topk_weights is None else topk_weights.element_size()
-        self.arrays = (_ID_BYTES * self.num_topk, weight_bytes * self.num_topk)
+        self.arrays = (rails.id_dtype.itemsize * self.num_topk, weight_bytes * self.num_topk)
         most_rows = max(1, channels.chunk_bytes // max(1, sum(self.answer_bytes)))
         self.form = ChunkForm(channels.chunk_bytes, self.arrays, most_rows)
         self.answers = block_layout(self.requests.num_rows, self.answer_bytes)
@@ -117,17 +118,20 @@ class HierarchicalCombine(Combine):
     def _announcement(self) -> int:
         return self.requests.num_rows
 
+    def _costs(self, counts: npt.NDArray[np.int32], num_rows: int) -> tuple[int, int]:
+        """Bytes between domains of either way, from all ranks' counts and answers or from one's own."""
+        width = sum(self.row_format.plane_bytes) + self.answer_bytes[1] // (1 if self._is_flat else self.num_topk)
+        direct = self.rails.direct_rows(counts, self.routing.layout) * width
+        return direct, num_rows * (sum(self.answer_bytes) + sum(self.arrays))
+
     def _is_worth_it(self) -> bool:
         """Whether fewer bytes cross between domains this way; the same on all ranks, who know all counts."""
-        routing = self.routing
-        assert routing.counts is not None
-        width = sum(self.row_format.plane_bytes) + self.answer_bytes[1] // (1 if self._is_flat else self.num_topk)
-        direct = self.rails.direct_rows(routing.counts.numpy(), routing.layout) * width
-        asked = sum(card.offsets[-2] for card in self.cards) * (sum(self.answer_bytes) + sum(self.arrays))
+        assert self.routing.counts is not None
+        costs = self._costs(self.routing.counts.numpy(), sum(card.offsets[-2] for card in self.cards))
         if self.per_host:
-            self.exchange.hops.note("combine", Choice(self.call.title, True, direct, asked))
+            self.exchange.hops.note("combine", Choice(self.call.title, True, *costs))
             return True
-        return self.exchange.hops.choose("combine", self.call.title, direct, asked)
+        return self.exchange.hops.choose("combine", self.call.title, *costs)
 
     @property
     def _is_flat(self) -> bool:
@@ -136,8 +140,10 @@ class HierarchicalCombine(Combine):
     def _ready(self) -> None:
         super()._ready_far()
         if self.landing is None or not self.exchange.sequencer.is_oldest(self.call):
-            return  # see HierarchicalDispatch._announce
-        if self.per_host or self.exchange.hops.expects_rails("combine"):
+            return  # see HierarchicalDispatch._send_early
+        assert self.routing.counts is not None
+        costs = self._costs(self.routing.counts[self.exchange.rank].numpy(), self.requests.num_rows)
+        if self.per_host or self.exchange.hops.prefers_rails(*costs):
             # Before the peers are ready. If the call goes another way after all, nobody takes these chunks.
             self._traffic_out().send(_EARLY_CHUNKS)
 
@@ -150,16 +156,19 @@ class HierarchicalCombine(Combine):
             if not self.is_hierarchical:
                 if self.far is not None:
                     landings = [card.offsets[-1] for card in self.cards]
-                    self.far.send(self.planes, exchange.memory.region, landings)
+                    self.far.send(self.sources, exchange.memory.region, landings)
                 exchange.sequencer.signal_all(LANE_GRANTED, self.call)
-                return True
-            self.addresses = self._own_addresses()
-            self._traffic_out().expect(self._incoming())
+            else:
+                self.addresses = self._own_addresses()
+                self._traffic_out().expect(self._incoming())
+        if not self.is_hierarchical:
+            ranks = range(exchange.placement.num_ranks)
+            self.call.awaiting = exchange.sequencer.behind(LANE_GRANTED, self.call, ranks)
+            return not self.call.awaiting
+        # Once my rails have handled what I asked, all answers are here, however far others are.
         assert self.traffic is not None
         is_finished = self.traffic.advance()
         self.call.awaiting = self.traffic.awaited()
-        if is_finished:
-            exchange.sequencer.signal_all(LANE_GRANTED, self.call)
         return is_finished
 
     def _traffic_out(self) -> Traffic:
@@ -191,7 +200,7 @@ class HierarchicalCombine(Combine):
         exchange, num_planes = self.exchange, len(self.row_format.plane_bytes)
         at_ids, at_weights = self.form.addresses(chunk.address, chunk.num_rows)
         shape = (chunk.num_rows, self.num_topk)
-        ids = tensor_at(at_ids, torch.int32, shape)
+        ids = tensor_at(at_ids, self.rails.id_dtype, shape).to(torch.int32)
         weights = None if self.topk_weights is None else tensor_at(at_weights, self.topk_weights.dtype, shape)
         routes = there.next_routes(ids)
         answers: list[torch.Tensor] = []
@@ -268,7 +277,7 @@ class HierarchicalCombine(Combine):
     _phases = _far_phases = (
         Phase("ready", None, _ready),
         Phase("send home", LANE_BEGUN, _stream, is_stream=True),
-        Phase("pull", LANE_GRANTED, _pull_any),
+        Phase("pull", None, _pull_any),
         Phase("release", LANE_DONE, Combine._release),
     )
 
@@ -301,7 +310,7 @@ class _RequestsOut:
         num_rows = end - begin
         at_ids, at_weights = form.addresses(outbox, num_rows)
         ids = entries.ids[begin:end]
-        tensor_at(at_ids, torch.int32, ids.shape).copy_(ids)
+        tensor_at(at_ids, combine.rails.id_dtype, ids.shape).copy_(ids)
         if self._weights is not None:
             weights = self._weights[begin:end]
             tensor_at(at_weights, weights.dtype, weights.shape).copy_(weights)

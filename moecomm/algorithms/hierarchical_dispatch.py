@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Phase
 from moecomm.algorithms.channels import HEADER_BYTES, Channels, Chunk, ChunkForm
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.rails import Entries, RailRoutes, Rails, tensor_at
+from moecomm.algorithms.rails import RailRoutes, Rails, tensor_at
 from moecomm.algorithms.rendezvous_dispatch import Dispatch
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.traffic import Traffic
@@ -20,7 +22,6 @@ from moecomm.codecs.base import RowFormat
 
 __all__ = ["HierarchicalDispatch"]
 
-_ID_BYTES = 4
 _NOWHERE = (0, 0)
 # Sent to each rail before it is known whether the call goes over rails; a call that begins never waits.
 _EARLY_CHUNKS = 4
@@ -50,33 +51,51 @@ class HierarchicalDispatch(Dispatch):
         self.rails = rails
         self.traffic: Traffic | None = None
         self.is_open = False
+        self.is_pushed = False
         # Arrays of a chunk: ids, weights, planes of the rows.
         num_topk = routing.topk_idx.shape[1]
         value_bytes = 0 if topk_weights is None else topk_weights.element_size()
-        self.arrays = (_ID_BYTES * num_topk, value_bytes * num_topk, *row_format.plane_bytes)
+        self.arrays = (rails.id_dtype.itemsize * num_topk, value_bytes * num_topk, *row_format.plane_bytes)
         self.form = ChunkForm(channels.chunk_bytes, self.arrays)
-        self.num_pairs: int | None = None
+        # Rows for each other domain, by domain: their tokens.
+        self.tokens: dict[int, torch.Tensor] = {}
+        self.num_pairs = 0
 
     def _announcement(self) -> tuple[int, ...]:
-        if self.num_pairs is None:
-            self.domains = self.rails.domains_of(self.routing.topk_idx)
-            concerned = self.rails.concerned(self.domains)
-            self.num_pairs = int(concerned.sum() - concerned[:, self.rails.domain].sum())
+        if not self.tokens:
+            concerned = self.rails.concerned(self.routing.topk_idx)
+            self.tokens = {domain: concerned[:, domain].nonzero().squeeze(1) for domain in self.channels.rails}
+            self.num_pairs = sum(len(tokens) for tokens in self.tokens.values())
         return (self.num_pairs,)
+
+    def _costs(self, counts: npt.NDArray[np.int32], num_pairs: int) -> tuple[int, int]:
+        """Bytes between domains of either way, from all ranks' counts and pairs or from one's own."""
+        direct = self.rails.direct_rows(counts, self.routing.layout) * sum(self.planes)
+        return direct, num_pairs * sum(self.arrays)
 
     def _is_worth_it(self) -> bool:
         """Whether fewer bytes cross between domains this way; the same on all ranks, who know all counts."""
-        routing = self.routing
-        assert routing.counts is not None
-        direct = self.rails.direct_rows(routing.counts.numpy(), routing.layout) * sum(self.planes)
-        pairs = sum(card.offsets[0] for card in self.cards)
-        return self.exchange.hops.choose("dispatch", self.call.title, direct, pairs * sum(self.arrays))
+        assert self.routing.counts is not None
+        costs = self._costs(self.routing.counts.numpy(), sum(card.offsets[0] for card in self.cards))
+        return self.exchange.hops.choose("dispatch", self.call.title, *costs)
 
     def _announce(self) -> None:
         super()._announce()
+        self._send_early(self.exchange.mailbox.counts_out.numpy())
+
+    def _grant_cached(self) -> None:
+        super()._grant_cached()
+        assert self.routing.counts is not None
+        self._send_early(self.routing.counts[self.exchange.rank].numpy())
+
+    def _send_early(self, counts: npt.NDArray[np.int32]) -> None:
+        """Sends first chunks long before the grants are here, if the call will probably go over rails by my counts.
+
+        If it goes another way after all, nobody takes these chunks.
+        """
         # A channel carries its calls one after the other, so nothing may overtake what an earlier call has yet to send.
-        if self.exchange.sequencer.is_oldest(self.call) and self.exchange.hops.expects_rails("dispatch"):
-            # Long before the grants are here. If the call goes another way after all, nobody takes these chunks.
+        is_oldest = self.exchange.sequencer.is_oldest(self.call)
+        if is_oldest and self.exchange.hops.prefers_rails(*self._costs(counts, self.num_pairs)):
             self._traffic_out().send(_EARLY_CHUNKS)
 
     def _begin_sending(self) -> None:
@@ -88,6 +107,7 @@ class HierarchicalDispatch(Dispatch):
             self.traffic = None
 
     def _stream(self) -> bool:
+        sequencer = self.exchange.sequencer
         if not self.is_open:
             self._look()
             self.is_open = True
@@ -95,15 +115,19 @@ class HierarchicalDispatch(Dispatch):
                 self._begin_sending()
             if self.traffic is None:
                 self._push_direct()
-                return True
-            # The link is busy; what stays inside the domain is written meanwhile.
-            self._write_near()
-        assert self.traffic is not None
-        is_finished = self.traffic.advance()
-        self.call.awaiting = self.traffic.awaited()
-        if is_finished:
-            self.exchange.sequencer.signal_all(LANE_DONE, self.call)
-        return is_finished
+            else:
+                # The link is busy; what stays inside the domain is written meanwhile.
+                self._write_near()
+        if self.traffic is not None and not self.is_pushed:
+            self.is_pushed = self.traffic.advance()
+            self.call.awaiting = self.traffic.awaited()
+            if not self.is_pushed:
+                return False
+            sequencer.signal_all(LANE_DONE, self.call)
+        # Over rails only my own domain writes to my memory.
+        writers = range(self.exchange.placement.num_ranks) if self.traffic is None else self.rails.near_ranks
+        self.call.awaiting = sequencer.behind(LANE_DONE, self.call, writers)
+        return not self.call.awaiting
 
     def _traffic_out(self) -> Traffic:
         """What I send; made once."""
@@ -111,10 +135,9 @@ class HierarchicalDispatch(Dispatch):
             planes = self.row_format.encode(self.x)
             me = weakref.proxy(self)  # what is left of the traffic of a failed call must not keep its memory
             outgoing = []
-            for domain, rail in self.channels.rails.items():
-                entries = self.rails.per_token(self.routing.topk_idx, domain, self.domains)
-                if len(entries.tokens):
-                    outgoing.append(_RowsOut(me, rail, entries, planes))
+            for domain, tokens in self.tokens.items():
+                if len(tokens):
+                    outgoing.append(_RowsOut(me, domain, tokens, planes))
             self.traffic = Traffic(self.channels, self.call.sequence, outgoing)
         return self.traffic
 
@@ -140,7 +163,7 @@ class HierarchicalDispatch(Dispatch):
         exchange, num_topk = self.exchange, self.routing.topk_idx.shape[1]
         kernels, placement = exchange.kernels, exchange.placement
         at_ids, at_weights, *at_planes = self.form.addresses(chunk.address, chunk.num_rows)
-        ids = tensor_at(at_ids, torch.int32, (chunk.num_rows, num_topk))
+        ids = tensor_at(at_ids, self.rails.id_dtype, (chunk.num_rows, num_topk)).to(torch.int32)
         weights = None
         if self.topk_weights is not None:
             weights = tensor_at(at_weights, self.topk_weights.dtype, (chunk.num_rows, num_topk))
@@ -166,12 +189,12 @@ class HierarchicalDispatch(Dispatch):
         Phase("announce", None, _announce),
         Dispatch._phases[1],
         Phase("push", LANE_GRANTED, _stream, is_stream=True),
-        Dispatch._phases[-1],
+        Phase("arrive", None, Dispatch._arrive),
     )
     _cached_phases: ClassVar[tuple[Phase, ...]] = (
-        Dispatch._cached_phases[0],
+        Phase("grant", None, _grant_cached),
         Phase("push", LANE_BEGUN, _stream, is_stream=True),
-        Dispatch._phases[-1],
+        Phase("arrive", None, Dispatch._arrive),
     )
 
 
@@ -180,36 +203,39 @@ class _RowsOut:
 
     Arguments:
         dispatch: whose rows they are.
-        rail: to whom they go.
-        entries: which tokens.
+        domain: where they go.
+        tokens: which, ascending.
         planes: of the rows of all tokens.
     """
 
     def __init__(
-        self, dispatch: HierarchicalDispatch, rail: int, entries: Entries, planes: tuple[torch.Tensor, ...]
+        self, dispatch: HierarchicalDispatch, domain: int, tokens: torch.Tensor, planes: tuple[torch.Tensor, ...]
     ) -> None:
-        self.rail = rail
+        self.rail = dispatch.channels.rails[domain]
         self._dispatch = dispatch
-        self._entries = entries
+        self._domain = domain
+        self._tokens = tokens
         self._planes = planes
+        # Where in its chunk each token's row goes.
+        self._packed = torch.full((len(dispatch.x), 1), -1, dtype=torch.int64)
+        self._packed[tokens, 0] = torch.arange(len(tokens)) % dispatch.form.most_rows
         self._next = 0
 
     def write_next(self, outbox: int) -> tuple[Chunk, int]:
-        dispatch, entries, form = self._dispatch, self._entries, self._dispatch.form
+        dispatch, form = self._dispatch, self._dispatch.form
         begin = self._next
-        end = self._next = min(begin + form.most_rows, len(entries.tokens))
+        end = self._next = min(begin + form.most_rows, len(self._tokens))
         num_rows = end - begin
-        tokens = entries.tokens[begin:end]
+        tokens = self._tokens[begin:end]
         at_ids, at_weights, *at_planes = form.addresses(outbox, num_rows)
-        tensor_at(at_ids, torch.int32, entries.ids[begin:end].shape).copy_(entries.ids[begin:end])
+        ids = dispatch.rails.ids_in(self._domain, dispatch.routing.topk_idx[tokens])
+        tensor_at(at_ids, dispatch.rails.id_dtype, ids.shape).copy_(ids)
         if dispatch.topk_weights is not None:
             weights = dispatch.topk_weights[tokens]
             tensor_at(at_weights, weights.dtype, weights.shape).copy_(weights)
-        first, last = int(tokens[0]), int(tokens[-1])
-        packed = torch.full((last + 1 - first, 1), -1, dtype=torch.int64)
-        packed[tokens - first, 0] = torch.arange(num_rows)
+        reach = slice(int(tokens[0]), int(tokens[-1]) + 1)
         for plane, address in zip(self._planes, at_planes, strict=True):
-            dispatch.exchange.kernels.push_rows(plane[first : last + 1], packed, [address])
+            dispatch.exchange.kernels.push_rows(plane[reach], self._packed[reach], [address])
         nbytes = form.nbytes(num_rows)
         dispatch.exchange.hops.between += HEADER_BYTES + nbytes
-        return Chunk(0, num_rows, end == len(entries.tokens), _NOWHERE), nbytes
+        return Chunk(0, num_rows, end == len(self._tokens), _NOWHERE), nbytes

@@ -15,6 +15,8 @@ from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.far_rows import FarRows, Run
 from moecomm.algorithms.plan import block_layout
 from moecomm.algorithms.routing import Routing
+from moecomm.devices.queue import Tensors
+from moecomm.kernels.far_runs import FarRun
 from moecomm.transports.base import Region
 
 __all__ = ["Homecoming"]
@@ -33,7 +35,6 @@ class Homecoming:
 
     Attributes:
         nbytes: memory that my rows from far ranks need.
-        routes: `[T, K]` int64: as in the handle, but rows of far ranks are numbered as they land.
     """
 
     def __init__(self, exchange: Exchange, routing: Routing, plane_bytes: Sequence[int]) -> None:
@@ -42,7 +43,6 @@ class Homecoming:
         self._plane_bytes = tuple(plane_bytes)
         self._mine = self._rows_of(exchange.rank)
         self.nbytes = block_layout(self._mine.num_rows, self._plane_bytes).nbytes
-        self.routes = self._mine.routes(exchange.kernels, routing.topk_idx)
 
     def _rows_of(self, source: int) -> FarRows:
         exchange, routing = self._exchange, self._routing
@@ -57,46 +57,52 @@ class Homecoming:
             routing.capacity,
         )
 
-    def send(self, planes: Sequence[torch.Tensor], region: Region, landings: Sequence[int]) -> None:
+    def make_routes(self) -> Tensors:
+        """`[T, K]` int64: as in the handle, but rows of far ranks are numbered as they land; by the device's work."""
+        return (self._exchange.far_routes(self._mine, self._routing.topk_idx),)
+
+    def send(self, sources: Sequence[int], region: Region, landings: Sequence[int]) -> None:
         """Sends the rows of far ranks' tokens home.
 
         Arguments:
-            planes: contiguous, rows in the order of the handle.
-            region: where they land.
+            sources: addresses of the planes, rows in the order of the handle; on a device, in receive memory.
+            region: where they land; on a device, receive memory.
             landings: per rank, the offset of its memory for them.
         """
         for home in self._exchange.reach.far:
-            self.send_to(home, planes, region, landings[home])
+            self.send_to(home, sources, region, landings[home])
 
-    def send_to(self, home: int, planes: Sequence[torch.Tensor], region: Region, landing: int) -> None:
+    def send_to(self, home: int, sources: Sequence[int], region: Region, landing: int) -> None:
         """Sends the rows of one far rank's tokens."""
-        theirs = self._rows_of(home)
+        exchange, theirs = self._exchange, self._rows_of(home)
         offsets = block_layout(theirs.num_rows, self._plane_bytes).offsets
-        runs = theirs.runs(self._exchange.rank)
-        for plane, offset, nbytes in zip(planes, offsets, self._plane_bytes, strict=True):
-            if nbytes:
-                self._put(plane, nbytes, region, landing + offset, runs, home)
+        runs = theirs.runs(exchange.rank)
+        for source, offset, nbytes in zip(sources, offsets, self._plane_bytes, strict=True):
+            if not nbytes:
+                continue
+            if exchange.device.is_host:
+                self._put(source, nbytes, region, landing + offset, runs, home)
+            else:
+                exchange.put(source, runs_of_rows(home, landing + offset, runs, nbytes))
 
-    def pack_for(self, home: int, planes: Sequence[torch.Tensor], address: int, room: int) -> int:
+    def pack_for(self, home: int, sources: Sequence[int], address: int, room: int) -> int:
         """Writes the rows of one far rank's tokens behind each other, if there is room; gives their bytes."""
         theirs, me = self._rows_of(home), self._exchange.rank
         offsets, total = block_layout(theirs.sizes[me], self._plane_bytes)
         if total > room:
             return total
         runs = theirs.runs(me)
-        for plane, offset, nbytes in zip(planes, offsets, self._plane_bytes, strict=True):
-            rows, to = plane.data_ptr(), address + offset
+        for rows, offset, nbytes in zip(sources, offsets, self._plane_bytes, strict=True):
+            to = address + offset
             for first, _, count in runs:
                 ctypes.memmove(to, rows + first * nbytes, count * nbytes)
                 to += count * nbytes
         self._exchange.hops.between += total
         return total
 
-    def _put(
-        self, plane: torch.Tensor, row_bytes: int, region: Region, landing: int, runs: Sequence[Run], home: int
-    ) -> None:
+    def _put(self, rows: int, row_bytes: int, region: Region, landing: int, runs: Sequence[Run], home: int) -> None:
         """Puts runs that lie apart here and behind each other at home; short ones together, as one message."""
-        transport, rows = self._exchange.transport, plane.data_ptr()
+        transport = self._exchange.transport
         self._exchange.hops.between += row_bytes * sum(count for _, _, count in runs)
         begin = 0
         while begin < len(runs):
@@ -128,3 +134,10 @@ class Homecoming:
             if total <= room:
                 for where, offset in zip(addresses, offsets, strict=True):
                     where[rank] = packed[rank] + offset
+
+
+def runs_of_rows(home: int, landing: int, runs: Sequence[Run], row_bytes: int) -> list[FarRun]:
+    """Runs of rows that lie apart here and behind each other from offset `landing` on at home."""
+    return [
+        FarRun(home, landing + there * row_bytes, here * row_bytes, count * row_bytes) for here, there, count in runs
+    ]

@@ -63,14 +63,13 @@ class Hops:
 
     def choose(self, kind: str, title: str, direct_bytes: int, hierarchical_bytes: int) -> bool:
         """Whether a call goes over rails: if that moves fewer bytes between domains, unless the user says otherwise."""
-        is_hierarchical = self.way == "hierarchical" or (self.way == "auto" and hierarchical_bytes < direct_bytes)
+        is_hierarchical = self.prefers_rails(direct_bytes, hierarchical_bytes)
         self.note(kind, Choice(title, is_hierarchical, direct_bytes, hierarchical_bytes))
         return is_hierarchical
 
-    def expects_rails(self, kind: str) -> bool:
-        """Whether a call will probably go over rails: as the last one did."""
-        last = self.choices.get(kind)
-        return self.way == "hierarchical" or (last is not None and last.is_hierarchical)
+    def prefers_rails(self, direct_bytes: int, hierarchical_bytes: int) -> bool:
+        """The same without keeping it; from one rank's bytes alone, it says how a call will probably go."""
+        return self.way == "hierarchical" or (self.way == "auto" and hierarchical_bytes < direct_bytes)
 
     def note(self, kind: str, choice: Choice) -> None:
         """Keeps a choice for whoever asks."""

@@ -81,9 +81,11 @@ def requests_for(rails: Rails, routing: Routing) -> Requests:
 def requests_per_domain(rails: Rails, routing: Routing) -> Requests:
     """Requests for one sum per token and domain; sums are added in ascending domain."""
     topk_idx, num_ranks = routing.topk_idx, rails.placement.num_ranks
-    domains = rails.domains_of(topk_idx)
-    concerned = rails.concerned(domains)
-    per_domain = [rails.per_token(topk_idx, domain, domains) for domain in range(rails.topology.num_domains)]
+    concerned = rails.concerned(topk_idx)
+    per_domain = []
+    for domain in range(rails.topology.num_domains):
+        tokens = concerned[:, domain].nonzero().squeeze(1)
+        per_domain.append(Entries(domain, tokens, rails.ids_in(domain, topk_idx[tokens])))
     num_columns = max(1, min(topk_idx.shape[1], len(per_domain)))
     routes = torch.full((topk_idx.shape[0], num_columns), -1, dtype=torch.int64)
     columns = concerned.cumsum(dim=1) - 1

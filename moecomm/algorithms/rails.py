@@ -48,6 +48,8 @@ class Rails:
     Attributes:
         topology, placement, rank: as given.
         domain: mine.
+        near_ranks: of my domain, ascending.
+        id_dtype: in which ids of experts, and -1, travel.
         domain_of_rank: `[R]` int64.
         domain_of_expert: `[E]` int64.
     """
@@ -57,28 +59,29 @@ class Rails:
         self.placement = placement
         self.rank = rank
         self.domain = topology.domain_of[rank]
+        self.near_ranks = topology.ranks_in(self.domain)
+        self.id_dtype = torch.int16 if placement.num_experts <= 1 << 15 else torch.int32
         self.domain_of_rank = torch.tensor(topology.domain_of, dtype=torch.int64)
         self.domain_of_expert = self.domain_of_rank[placement.expert_rank.long()]
         crosses = self.domain_of_rank.numpy()[:, None]
+        # The last entry is the domain of no expert, id -1.
+        self._domain_of_id = torch.cat((self.domain_of_expert, torch.tensor([topology.num_domains])))
         self._is_far_expert = crosses != self.domain_of_expert.numpy()[None, :]
         self._is_far_rank = crosses != self.domain_of_rank.numpy()[None, :]
 
     def domains_of(self, topk_idx: torch.Tensor) -> torch.Tensor:
         """`[T, K]` int64: domain of each id; D where there is none."""
-        domains = self.domain_of_expert[topk_idx.long().clamp(min=0)]
-        return torch.where(topk_idx >= 0, domains, self.topology.num_domains)
+        return self._domain_of_id[topk_idx.long()]
 
-    def concerned(self, domains: torch.Tensor) -> torch.Tensor:
-        """`[T, D]` bool from what `domains_of` gives: whether a token has an expert in a domain."""
+    def concerned(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """`[T, D]` bool: whether a token has an expert in a domain."""
+        domains = self.domains_of(topk_idx)
         present = torch.zeros(domains.shape[0], self.topology.num_domains + 1, dtype=torch.bool)
         return present.scatter_(1, domains, True)[:, :-1]
 
-    def per_token(self, topk_idx: torch.Tensor, domain: int, domains: torch.Tensor | None = None) -> Entries:
-        """One entry for each token that has an expert in the domain."""
-        is_there = (self.domains_of(topk_idx) if domains is None else domains) == domain
-        tokens = is_there.any(dim=1).nonzero().squeeze(1)
-        ids = torch.where(is_there[tokens], topk_idx[tokens], -1)
-        return Entries(domain, tokens, ids.to(torch.int32))
+    def ids_in(self, domain: int, topk_idx: torch.Tensor) -> torch.Tensor:
+        """`[T, K]` int32: the ids of experts in the domain, -1 in place of the others."""
+        return torch.where(self.domains_of(topk_idx) == domain, topk_idx, -1).to(torch.int32)
 
     def near(self, routes: torch.Tensor) -> torch.Tensor:
         """`[T, P]` routes into my own domain; -1 in place of the others."""
@@ -86,11 +89,14 @@ class Rails:
         return torch.where(is_near, routes, -1)
 
     def direct_rows(self, counts: npt.NDArray[np.int32], layout: Layout) -> int:
-        """Rows that cross between domains if each goes to its rank, over all ranks; from `[R, E + R]` counts."""
+        """Rows that cross between domains if each goes to its rank: of all ranks together, whose counts `[R, E + R]`
+        are given, or of this one alone, from `[E + R]`.
+        """
+        sources = slice(None) if counts.ndim == 2 else self.rank
         num_experts = self.placement.num_experts
         if layout == "flat":
-            return int(counts[:, num_experts:][self._is_far_rank].sum(dtype=np.int64))
-        return int(counts[:, :num_experts][self._is_far_expert].sum(dtype=np.int64))
+            return int(counts[..., num_experts:][self._is_far_rank[sources]].sum(dtype=np.int64))
+        return int(counts[..., :num_experts][self._is_far_expert[sources]].sum(dtype=np.int64))
 
     def concerns(self, counts: npt.NDArray[np.int32], source: int, domain: int) -> bool:
         """Whether a rank has any route into a domain."""

@@ -78,6 +78,7 @@ class ReceiveMemory:
         self.allocate_arriving = self._taking(self._arriving)
         self.allocate_leaving = self._taking(self._leaving)
         self.num_copies = 0
+        self._final: _C.ArenaUsage | None = None
         self._start = self.region.address
         self._end = self._start + self.region.nbytes
 
@@ -152,8 +153,17 @@ class ReceiveMemory:
 
     def usage(self) -> _C.ArenaUsage:
         """Bytes alive, their peak, and those of the pages that were touched."""
-        return self._arena.usage()
+        return self._final or self._arena.usage()
 
     def trim(self) -> int:
         """Gives the pages outside live blocks back to the system; returns the bytes."""
         return self._arena.trim() + self._arriving.trim() + self._leaving.trim()
+
+    def close(self) -> None:
+        """Lets go of the region, which lives on for as long as tensors lie in it; nothing can be taken any more."""
+        if self._final is not None:
+            return
+        self._final = self._arena.usage()
+        self._mapping = _C.Mapping.create_private(_PAGE)
+        self._arena = self._arriving = self._leaving = _C.Arena(self._mapping, 0, 0, _PAGE)
+        self.allocate = self.allocate_arriving = self.allocate_leaving = self._arena.allocate

@@ -12,6 +12,7 @@ from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.hierarchical import Hierarchical
 from moecomm.algorithms.hops import WAYS, Hops, Way
+from moecomm.algorithms.refused import Refused
 from moecomm.algorithms.rendezvous import Rendezvous
 from moecomm.devices.base import Device
 from moecomm.errors import TransportUnavailable
@@ -69,7 +70,8 @@ def make_session(
         The session with its algorithms, and the name of what carries it.
 
     Raises:
-        ValueError: ranks that disagree, or a topology that does not hold, on all ranks alike; an unknown name.
+        ValueError: ranks that disagree, a topology that does not hold, or a way that the device's tensors cannot go,
+            on all ranks alike; an unknown name.
         TypeError: `topology` is something else.
         TransportUnavailable: the transport does not reach all ranks.
     """
@@ -120,6 +122,8 @@ def make_session(
         _log.warning("falling back to the slow `collective` exchange: %s", error)
         return collective()
     carrier = choice.transport(group, peers, NUM_LANES)
+    exchange: Exchange | None = None
+    carrier.stall_timeout = timeout
     try:
         exchange = Exchange(
             carrier,
@@ -134,18 +138,33 @@ def make_session(
         exchange.refusals = choice.refusals
         found = exchange.topology = settled(exchange.reach.far_from)
         throughput: Algorithm = Rendezvous(exchange)
-        if found.num_domains > 1 and not device.is_host:
-            raise ValueError(
-                f"topology: tensors on {device.kind} travel inside one domain, this one has {found.num_domains}"
-            )
-        if found.num_domains > 1:
+        low_latency: Algorithm
+        if found.num_domains > 1 and device.is_host:
             throughput = Hierarchical(exchange, found, hidden=sizes.hidden, max_topk=sizes.max_topk)
-        low_latency = Eager(exchange, found, sizes, max_in_flight)
+        elif found.num_domains > 1 and way == "hierarchical":
+            raise ValueError(
+                f"algorithm: 'hierarchical' carries tensors on cpu, those on {device.kind} cross between domains "
+                f"straight from rank to rank; say 'auto' or 'direct'"
+            )
+        if device.is_host or exchange.reach.is_complete:
+            low_latency = Eager(exchange, found, sizes, max_in_flight)
+        else:
+            low_latency = Refused(_far_low_latency(exchange))
         exchange.algorithms = {"throughput": throughput, "low_latency": low_latency}
     except BaseException:
-        carrier.close()
+        (exchange or carrier).close()
         raise
     return exchange, carrier.name
+
+
+def _far_low_latency(exchange: Exchange) -> str:
+    """Why there are no low-latency calls between ranks' devices that cannot address each other."""
+    rank, far = next((rank, far[0]) for rank, far in enumerate(exchange.reach.far_from) if far)
+    ranks = " and ".join(map(exchange.transport.describe_peer, (rank, far)))
+    return (
+        f"mode 'low_latency' on {exchange.device.kind} is between ranks whose devices address each other's memory, and "
+        f"{ranks} do not; use mode='throughput', or a group inside one domain"
+    )
 
 
 def _fixed_bytes(sizes: EagerSizes, num_ranks: int) -> int:

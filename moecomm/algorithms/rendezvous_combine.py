@@ -39,6 +39,7 @@ class Combine:
 
     out: torch.Tensor | None = None
     home: Tensors | None = None
+    far_rooms: Tensors | None = None
 
     def __init__(
         self,
@@ -77,6 +78,8 @@ class Combine:
         self.out = queue.room(call, (shape[0], self.row_format.hidden), self.row_format.dtype)
         if self.values is not None:
             self.home = (queue.room(call, shape, self.values.dtype),)
+        if self.far is not None:
+            self.far_rooms = (queue.room(call, shape, torch.int64),)
 
     def _ready(self) -> None:
         exchange = self.exchange
@@ -91,8 +94,12 @@ class Combine:
         exchange.sequencer.release_quarantine()
         offsets: tuple[int, ...] = (0,) * len(self.planes)
         need = 0
-        if not exchange.reach.is_alone:
+        self.sources = [plane.data_ptr() for plane in self.planes]
+        if not exchange.reach.is_alone or not exchange.device.is_host:
             offsets, self.call.blocks, need = self._share()
+        if not exchange.device.is_host:
+            # What a device puts must lie in the memory that all have alike.
+            self.sources = [exchange.memory.region.address + offset for offset in offsets]
         self.landing: _C.Block | None = None
         nbytes = self._landing_bytes()
         if nbytes and not need:
@@ -133,7 +140,7 @@ class Combine:
         exchange = self.exchange
         self.cards = self._cards()
         assert self.far is not None
-        self.far.send(self.planes, exchange.memory.region, [card.offsets[-1] for card in self.cards])
+        self.far.send(self.sources, exchange.memory.region, [card.offsets[-1] for card in self.cards])
         exchange.sequencer.signal_all(LANE_GRANTED, self.call)
 
     def _addresses(self, cards: list[Card]) -> list[list[int]]:
@@ -163,7 +170,8 @@ class Combine:
         addresses = self._own_addresses()
         if self.landing is not None:
             self.far.readdress(addresses, self.landing.address)
-        self._sum(self.far.routes, addresses)
+        (routes,) = exchange.queue.make(self.far_rooms, self.far.make_routes)
+        self._sum(routes, addresses)
 
     def _sum(self, routes: torch.Tensor, addresses: list[list[int]]) -> None:
         num_planes = len(self.row_format.plane_bytes)

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moecomm import _C
 from moecomm.algorithms.base import Arrival
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call, Phase
+from moecomm.algorithms.departure import Departure
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.far_rows import FarRows
 from moecomm.algorithms.mailbox import Card, Grant
 from moecomm.algorithms.plan import Plan, block_layout, plan_exchange
 from moecomm.algorithms.routing import Routing
@@ -39,6 +40,7 @@ class Dispatch:
 
     count_rooms: Tensors | None = None
     route_rooms: Tensors | None = None
+    departure: Departure | None = None
 
     def __init__(
         self,
@@ -94,15 +96,22 @@ class Dispatch:
         """Plans, and sets receive memory aside if there is enough."""
         exchange, routing = self.exchange, self.routing
         self.plan = plan_exchange(counts, exchange.placement, exchange.rank, routing.layout, routing.expert_alignment)
-        need = block_layout(self.plan.rows_per_rank[exchange.rank], self.planes).nbytes
+        needs = [block_layout(self.plan.rows_per_rank[exchange.rank], self.planes).nbytes]
+        if exchange.reach.far and not exchange.device.is_host:
+            # What a device puts must lie in the memory that all have alike.
+            self.departure = Departure(exchange, routing._replace(counts=torch.from_numpy(counts)), self.planes)
+            needs += [self.departure.nbytes] if self.departure.nbytes else []
         exchange.sequencer.release_quarantine()
-        block = exchange.memory.allocate(need)
         limit = exchange.memory.limit
-        if block is None:
-            return Grant(-1, need, limit, refused=True)
-        # Owned by the call alone, which keeps it from being used again for as long as peers may write to it.
-        self.call.blocks = [block]
-        return Grant(block.offset, need, limit, refused=False)
+        blocks: list[_C.Block] = []
+        for need in needs:
+            block = exchange.memory.allocate(need)
+            if block is None:
+                return Grant(-1, sum(needs), limit, refused=True)
+            blocks.append(block)
+        # Owned by the call alone, which keeps them from being used again for as long as peers may write to the first.
+        self.call.blocks = blocks
+        return Grant(blocks[0].offset, sum(needs), limit, refused=False)
 
     def _grant(self) -> None:
         exchange, routing = self.exchange, self.routing
@@ -201,31 +210,20 @@ class Dispatch:
 
     def _push_far(self) -> None:
         """As `_write`, but what goes to far ranks is packed here and then sent."""
-        exchange, routing = self.exchange, self.routing
-        transport, me = exchange.transport, exchange.rank
-        assert routing.counts is not None
-        packed = FarRows(
-            routing.counts.numpy(),
-            exchange.placement,
-            me,
-            exchange.reach.far_from[me],
-            routing.layout,
-            routing.expert_alignment,
-        )
-        memory = torch.empty(block_layout(packed.num_rows, self.planes).nbytes, dtype=torch.uint8)
-        starts = packed.addresses(memory.data_ptr(), self.planes)
-        for where, parts in zip(self.addresses, starts, strict=True):
-            for rank, part in parts.items():
-                where[rank] = part
-        self._write(routing._replace(routes=packed.routes(exchange.kernels, routing.topk_idx)))
-        offsets = block_layout(packed.num_rows, self.planes).offsets
-        for rank in exchange.reach.far:
-            for offset, there_offset, nbytes in zip(offsets, self._layouts[rank], self.planes, strict=True):
-                for there, here, count in packed.runs(rank) if nbytes else ():
-                    target = self._offsets[rank] + there_offset + there * nbytes
-                    source = memory.data_ptr() + offset + here * nbytes
-                    transport.put(exchange.memory.region, target, source, count * nbytes, rank)
-                    exchange.hops.between += count * nbytes
+        exchange = self.exchange
+        departure = self.departure or Departure(exchange, self.routing, self.planes)
+        memory, start = None, 0
+        if exchange.device.is_host:
+            memory = torch.empty(departure.nbytes, dtype=torch.uint8)
+            start = memory.data_ptr()
+        elif departure.nbytes:
+            start = self.call.blocks[1].address
+        departure.readdress(self.addresses, start)
+        exchange.queue.run(self._pack, departure)
+        exchange.put(start, departure.runs(self._offsets, self._layouts))
+
+    def _pack(self, departure: Departure) -> None:
+        self._write(self.routing._replace(routes=departure.routes(self.routing.topk_idx)))
 
     def _zero_padding(self, base: int, offsets: tuple[int, ...]) -> None:
         """Zeroes my rows between the real ones of an expert and its padded end."""
@@ -233,10 +231,9 @@ class Dispatch:
             return
         ends = self.plan.offsets
         starts = np.concatenate((ends[:1] * 0, ends[:-1])) + self.plan.num_tokens_per_expert
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            for offset, row_bytes in zip(offsets, self.planes, strict=True):
-                if end > start:
-                    self.exchange.queue.zero(base + offset + start * row_bytes, (end - start) * row_bytes)
+        spans = [(start, end) for start, end in zip(starts.tolist(), ends.tolist(), strict=True) if end > start]
+        for offset, row_bytes in zip(offsets, self.planes, strict=True):
+            self.exchange.queue.zero_rows(base + offset, row_bytes, spans)
 
     def _arrive(self) -> None:
         queue = self.exchange.queue

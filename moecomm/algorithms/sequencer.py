@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from moecomm.algorithms import reports
@@ -57,12 +57,9 @@ class Sequencer:
         mailbox: cards and notices.
         max_in_flight: calls that may be begun and not waited for.
         timeout: seconds that one wait may last.
-
-    Attributes:
-        holder_lanes: what phases that read what others hold wait for, too; None: nobody holds anything for this rank.
     """
 
-    holder_lanes: HolderLanes | None = None
+    holder_lanes: HolderLanes | None = None  # for phases that read what others hold; None: nobody holds anything
 
     def __init__(self, transport: Transport, mailbox: Mailbox, max_in_flight: int, timeout: float) -> None:
         self.transport = transport
@@ -266,8 +263,7 @@ class Sequencer:
         self.num_cards_with_counts += with_counts
         words = (call.sequence, call.operation, *call.words)
         rest = (need, limit, refused, call.recording)
-        advance = self.advance(LANE_BEGUN, call)
-        self.mailbox.send_card(words, offsets, rest, LANE_BEGUN, advance, with_counts, parcels)
+        self.mailbox.send_card(words, offsets, rest, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts, parcels)
 
     def cards(self, call: Call) -> list[Card]:
         """Everybody's cards, by rank; they all show the same call.
@@ -321,7 +317,8 @@ class Sequencer:
                 raise reports.agreed(_AGREED_ERRORS[notice.kind - _AGREED], notice, call)
         # A peer that has died is a better answer than a peer that gave up because of it.
         told = {notice.rank for notice in notices}
-        last_lane = max(phase.lane or 0 for phase in call.phases)
+        # A stream looks at counters by itself.
+        last_lane = max(LANE_DONE if phase.is_stream else phase.lane or 0 for phase in call.phases)
         lost = [rank for rank in self._gone() if rank not in told and self._is_behind(rank, last_lane, call)]
         if lost:
             raise reports.lost(self.transport, call, lost)
@@ -331,6 +328,10 @@ class Sequencer:
 
     def _is_behind(self, rank: int, lane: int, call: Call) -> bool:
         return self.transport.lane(lane, rank) <= call.sequence
+
+    def behind(self, lane: int, call: Call, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Those of the ranks that have not come that far with the call; for streams, which wait for some ranks only."""
+        return tuple(rank for rank in ranks if self._is_behind(rank, lane, call))
 
     def _gone(self) -> list[int]:
         return [rank for rank in self.transport.gone() if rank != self.transport.rank]

@@ -19,6 +19,7 @@ tuned dispatcher are overwritten by its next call.
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -79,17 +80,17 @@ class AllToAllDispatcher(Dispatcher):
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Exchanged:
         flat = topk_idx.reshape(-1)
-        # Masked routes sort in front of all experts and are cut off.
         order = torch.argsort(flat, stable=True)
         counts = torch.bincount(flat + 1, minlength=self._num_experts + 1)
-        order = order[int(counts[0]) :]
-        counts = counts[1:]
-        splits_sent = [int(part.sum()) for part in counts.split_with_sizes(self._experts_per_rank)]
-
         received_counts = counts.new_empty(self._num_ranks * self._num_local_experts)
-        self.exchange(received_counts, counts, [self._num_local_experts] * self._num_ranks, self._experts_per_rank)
-        by_rank = received_counts.view(self._num_ranks, self._num_local_experts)
-        splits_received = [int(total) for total in by_rank.sum(1)]
+        self.exchange(received_counts, counts[1:], [self._num_local_experts] * self._num_ranks, self._experts_per_rank)
+        # Both at once: the host waits for a device every time it looks.
+        numbers = torch.cat([counts, received_counts]).tolist()
+        num_masked, sent, pieces = numbers[0], numbers[1 : self._num_experts + 1], numbers[self._num_experts + 1 :]
+        # Masked routes sort in front of all experts and are cut off.
+        order = order[num_masked:]
+        splits_sent = _sums(sent, self._experts_per_rank)
+        splits_received = _sums(pieces, [self._num_local_experts] * self._num_ranks)
         num_rows = sum(splits_received)
 
         rows = self._select("sent", x, order // topk_idx.shape[1])
@@ -99,7 +100,6 @@ class AllToAllDispatcher(Dispatcher):
         self.exchange(received, rows, splits_received, splits_sent)
         self.exchange(received_weights, weights, splits_received, splits_sent)
 
-        pieces = tuple(received_counts.tolist())
         return Exchanged(
             x=self._concatenate("grouped", _transposed(received.split_with_sizes(pieces), self._num_ranks), received),
             topk_weights=self._concatenate(
@@ -107,9 +107,9 @@ class AllToAllDispatcher(Dispatcher):
                 _transposed(received_weights.split_with_sizes(pieces), self._num_ranks),
                 received_weights,
             ).squeeze(1),
-            num_tokens_per_expert=by_rank.sum(0),
+            num_tokens_per_expert=received_counts.view(self._num_ranks, self._num_local_experts).sum(0),
             order=order,
-            pieces=pieces,
+            pieces=tuple(pieces),
             splits_sent=splits_sent,
             splits_received=splits_received,
         )
@@ -131,7 +131,7 @@ class AllToAllDispatcher(Dispatcher):
             return self._gather_add(returned, arrived.order, topk_weights)
         accumulator = torch.promote_types(y.dtype, torch.float32)
         weights = topk_weights.reshape(-1).index_select(0, arrived.order)
-        total = torch.zeros(topk_weights.shape[0], y.shape[1], dtype=accumulator)
+        total = torch.zeros(topk_weights.shape[0], y.shape[1], dtype=accumulator, device=y.device)
         tokens = arrived.order // topk_weights.shape[1]
         total.index_add_(0, tokens, returned.to(accumulator).mul_(weights.unsqueeze(1)))
         return total.to(y.dtype)
@@ -142,9 +142,9 @@ class AllToAllDispatcher(Dispatcher):
     def _gather_add(self, returned: Tensor, order: Tensor, topk_weights: Tensor) -> Tensor:
         num_tokens, num_topk = topk_weights.shape
         accumulator = torch.promote_types(returned.dtype, torch.float32)
-        position = torch.zeros(num_tokens * num_topk, dtype=torch.int64)
-        weights = torch.zeros(num_tokens * num_topk, dtype=accumulator)
-        position[order] = torch.arange(order.shape[0])
+        position = torch.zeros(num_tokens * num_topk, dtype=torch.int64, device=order.device)
+        weights = torch.zeros(num_tokens * num_topk, dtype=accumulator, device=order.device)
+        position[order] = torch.arange(order.shape[0], device=order.device)
         weights[order] = topk_weights.reshape(-1)[order].to(accumulator)
         total = self._empty("total", num_tokens, returned, accumulator).zero_()
         if order.shape[0] > 0:
@@ -159,10 +159,10 @@ class AllToAllDispatcher(Dispatcher):
     def _empty(self, purpose: str, num_rows: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or like.dtype
         if not self._is_tuned:
-            return torch.empty(num_rows, like.shape[1], dtype=dtype)
+            return torch.empty(num_rows, like.shape[1], dtype=dtype, device=like.device)
         kept = self._buffers.get(purpose)
         if kept is None or kept.shape[0] < num_rows or kept.shape[1] != like.shape[1] or kept.dtype != dtype:
-            kept = torch.empty(num_rows + num_rows // 8, like.shape[1], dtype=dtype)
+            kept = torch.empty(num_rows + num_rows // 8, like.shape[1], dtype=dtype, device=like.device)
             self._buffers[purpose] = kept
         return kept[:num_rows]
 
@@ -177,6 +177,12 @@ class AllToAllDispatcher(Dispatcher):
         num_rows = sum(piece.shape[0] for piece in pieces)
         output = self._empty(purpose, num_rows, like)
         return torch.cat(pieces, out=output) if pieces else output
+
+
+def _sums(numbers: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The sum of each of the pieces, of these sizes, that a list consists of."""
+    ends = list(itertools.accumulate(sizes))
+    return [sum(numbers[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _transposed(pieces: Sequence[Piece], num_rows: int) -> list[Piece]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import importlib
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -35,13 +35,15 @@ class Setup:
 
     Arguments:
         config: the run; sizes are the same on every rank.
-        process_group: of gloo, over all ranks.
+        process_group: over all ranks; ours is constructed with it, others may exchange over it.
         rank: of this process.
+        device: where the tensors live, as `Communicator` takes it; None = the CPU.
     """
 
     config: BenchConfig
     process_group: torch.distributed.ProcessGroup
     rank: int
+    device: Any = None
 
 
 class Arrived(Protocol):

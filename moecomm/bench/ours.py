@@ -56,6 +56,7 @@ class _OurDispatcher(Dispatcher):
             algorithm=algorithm,
             codec=config.codec,
             timeout=timedelta(seconds=min(config.timeout, 100.0)),
+            device=setup.device,
         )
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 from moecomm.cli.gpu import gpu_facts, gpu_parts
 from moecomm.version import __version__
 
-__all__ = ["OPTIONAL_PACKAGES", "collect"]
+__all__ = ["OPTIONAL_PACKAGES", "OTHER_HOSTS", "collect"]
 
 # Package -> what it gives, and the command that installs it.
 OPTIONAL_PACKAGES = {
@@ -30,6 +30,8 @@ OPTIONAL_PACKAGES = {
     "nvshmem4py-cu13": ("transport nvshmem: its calls from Python", "pip install 'moecomm[nvshmem]'"),
     "mpi4py": ("moecomm bench --against mpi", "pip install 'moecomm[bench]' (needs an MPI: apt install openmpi-bin)"),
 }
+# Those whom a transport between hosts is for, among the groups that are imagined.
+OTHER_HOSTS = "other hosts"
 # Environment variables of others that change what is measured or reached.
 NEIGHBOUR_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
 LIMITS = {
@@ -171,7 +173,7 @@ def _transports() -> list[dict[str, Any]]:
             dataclasses.replace(me, in_process=False),
             dataclasses.replace(me, rank=1, in_process=False, pid=me.pid + 1, process="another"),
         ],
-        "other hosts": [
+        OTHER_HOSTS: [
             dataclasses.replace(me, in_process=False),
             dataclasses.replace(me, rank=1, in_process=False, process="another", host="another", hostname="another"),
         ],

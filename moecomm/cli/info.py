@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from moecomm.cli.console import Column, Console
+from moecomm.cli.facts import OTHER_HOSTS
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -68,15 +69,19 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
     columns = [Column("transport", style="bold"), Column("answers"), Column("whom it reaches, or why not")]
     rows = []
     for transport in facts["transports"]:
-        others = ", between hosts too" if transport["crosses_hosts"] else ""
+        is_partial = transport["crosses_hosts"] and OTHER_HOSTS in transport["refuses"]
+        others = ", between hosts too" if transport["crosses_hosts"] and not is_partial else ""
         devices = ", ".join(transport["device_types"])
         if transport["answers"]:
             text = f"{' and '.join(transport['reaches'])} ({devices} tensors{others})"
             rows.append([transport["name"], "yes", text])
-            continue
-        for who, reason in transport["refuses"].items():
+        reasons = {} if transport["answers"] else transport["refuses"]
+        if is_partial:  # of one that answers, only that it does not reach what it is for
+            reasons = {OTHER_HOSTS: transport["refuses"][OTHER_HOSTS]} | reasons
+        for who, reason in reasons.items():
             rows.append([transport["name"], "no", f"{who}: {reason}"])
-        rows.append(["", "", f"remedy: {transport['remedy']}"])
+        if reasons:
+            rows.append(["", "", f"remedy: {transport['remedy']}"])
     console.table(columns, rows, title="Transports, in the order in which they are asked")
 
     console.heading("Environment")

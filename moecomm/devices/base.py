@@ -17,8 +17,9 @@ from torch import Tensor
 
 from moecomm.devices.queue import Queue
 from moecomm.kernels.eager import EagerKernels
-from moecomm.kernels.signals import SignalKernels
+from moecomm.kernels.signals import SignalKernels, WireKernels
 from moecomm.kernels.summary import SummarizingKernels
+from moecomm.kernels.wire import Wire
 
 __all__ = ["AsynchronousDevice", "Device", "DeviceIdentity", "DeviceMemory", "Event", "Stream"]
 
@@ -29,7 +30,7 @@ class DeviceIdentity:
 
     Attributes:
         name: of the device, the same in all processes of a host; empty for the CPU.
-        reachable: names of the devices whose memory this one can address, its own included.
+        reachable: names of the devices in whose memory this one can store, load and signal, its own included.
         ipc_problem: the sentence why this process cannot share the device's memory with others; empty if it can.
         remedy: the sentence that says what would help against that.
     """
@@ -117,7 +118,14 @@ class Device(abc.ABC):
         """Bytes of receive memory if the user does not say; `num_sharers` ranks use this device."""
 
     @abc.abstractmethod
-    def make_queue(self, boards: Sequence[int], rank: int, timeout: float, gone: Callable[[], list[int]]) -> Queue:
+    def make_queue(
+        self,
+        boards: Sequence[int],
+        rank: int,
+        timeout: float,
+        gone: Callable[[], list[int]],
+        wire: Wire | None = None,
+    ) -> Queue:
         """The queue of one communicator.
 
         Arguments:
@@ -125,6 +133,7 @@ class Device(abc.ABC):
             rank: mine.
             timeout: seconds that one wait on the device may last.
             gone: gives the ranks whose devices will do nothing more.
+            wire: how kernels reach ranks whose boards have no address here, which is 0 then; None: all have one.
         """
 
     def board_bytes(self, num_ranks: int) -> int:
@@ -143,6 +152,10 @@ class AsynchronousDevice(Device):
     @abc.abstractmethod
     def signal_kernels(self) -> SignalKernels:
         """Its signals and waits."""
+
+    @abc.abstractmethod
+    def wire_kernels(self) -> WireKernels:
+        """Its puts, signals and waits where some ranks' memory has no address here."""
 
     @abc.abstractmethod
     def allocate(self, nbytes: int, *, is_exported: bool) -> DeviceMemory:

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from moecomm.devices.base import AsynchronousDevice, DeviceIdentity, DeviceMemory, Event, Stream
 from moecomm.devices.device_queue import NUM_SLOTS, DeviceQueue
+from moecomm.devices.peer_access import reaches
 from moecomm.devices.queue import Queue
+from moecomm.devices.wire_queue import WireQueue
 from moecomm.errors import TransportUnavailable
 from moecomm.kernels.eager import EagerKernels
-from moecomm.kernels.registry import chosen_eager_kernels, chosen_kernels, signal_kernels_for
-from moecomm.kernels.signals import SignalKernels
+from moecomm.kernels.registry import chosen_eager_kernels, chosen_kernels, signal_kernels_for, wire_kernels_for
+from moecomm.kernels.signals import SignalKernels, WireKernels
 from moecomm.kernels.summary import SummarizingKernels
+from moecomm.kernels.wire import Wire
 
 __all__ = ["CudaDevice", "CudaStream"]
 
@@ -27,6 +30,7 @@ __all__ = ["CudaDevice", "CudaStream"]
 _DEFAULT_SHARE = 3
 
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_EXPORTED_BLOCK = 2 << 20
 
 
 class CudaEvent(Event):
@@ -154,6 +158,9 @@ class CudaDevice(AsynchronousDevice):
     def signal_kernels(self) -> SignalKernels:
         return signal_kernels_for("triton")
 
+    def wire_kernels(self) -> WireKernels:
+        return wire_kernels_for("triton")
+
     def identity(self) -> DeviceIdentity:
         return _identity(self._index)
 
@@ -164,7 +171,16 @@ class CudaDevice(AsynchronousDevice):
     def board_bytes(self, num_ranks: int) -> int:
         return self.signal_kernels().board_bytes(num_ranks, NUM_SLOTS)
 
-    def make_queue(self, boards: Sequence[int], rank: int, timeout: float, gone: Callable[[], list[int]]) -> Queue:
+    def make_queue(
+        self,
+        boards: Sequence[int],
+        rank: int,
+        timeout: float,
+        gone: Callable[[], list[int]],
+        wire: Wire | None = None,
+    ) -> Queue:
+        if wire is not None:
+            return WireQueue(self, boards, rank, timeout, gone, wire)
         return DeviceQueue(self, boards, rank, timeout, gone)
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -176,10 +192,12 @@ class CudaDevice(AsynchronousDevice):
             return memory
         runtime = _runtime()
         with _on(self._index):
-            # Not from a pool: a handle names a whole allocation.
-            address = _called(runtime.malloc, max(1, nbytes))
+            # Not from a pool: a handle names a whole allocation. In whole blocks of the driver, which otherwise puts
+            # small allocations into one block, and then exports that with all that is in it.
+            room = -(-max(1, nbytes) // _EXPORTED_BLOCK) * _EXPORTED_BLOCK
+            address = _called(runtime.malloc, room)
             memory = _RuntimeMemory(address, nbytes, self._index, runtime.free)
-            _called(runtime.memset, address, 0, max(1, nbytes))
+            _called(runtime.memset, address, 0, room)
             _called(runtime.deviceSynchronize)
         return memory
 
@@ -236,9 +254,7 @@ def _runtime() -> Any:
 @functools.cache
 def _identity(index: int) -> DeviceIdentity:
     names = [str(torch.cuda.get_device_properties(other).uuid) for other in range(torch.cuda.device_count())]
-    reachable = tuple(
-        name for other, name in enumerate(names) if other == index or torch.cuda.can_device_access_peer(index, other)
-    )
+    reachable = tuple(name for other, name in enumerate(names) if reaches(index, other))
     problem, remedy = "", ""
     try:
         _runtime().getDeviceCount()

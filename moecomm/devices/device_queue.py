@@ -15,6 +15,7 @@ be resident, and however streams share hardware queues, what is waited for stand
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -62,7 +63,13 @@ class DeviceQueue(OrderedQueue):
         rank: mine.
         timeout: seconds that one wait on the device may last.
         gone: gives the ranks whose devices will do nothing more.
+
+    Attributes:
+        patience_with_lost: seconds that the host waits for work while it knows that a rank has gone; what is done on a
+            device ends by itself.
     """
+
+    patience_with_lost = math.inf
 
     def __init__(
         self,
@@ -224,6 +231,17 @@ class DeviceQueue(OrderedQueue):
         if nbytes:
             self._stream.submit(lambda: self._bytes(address, nbytes).zero_())
 
+    def zero_rows(self, address: int, row_bytes: int, spans: Sequence[tuple[int, int]]) -> None:
+        if spans and row_bytes:
+            rows = torch.cat([torch.arange(start, end) for start, end in spans])
+            wide = torch.int64 if address % 8 == 0 and row_bytes % 8 == 0 else torch.uint8
+
+            def fill() -> None:
+                memory = self._bytes(address, spans[-1][1] * row_bytes).view(wide)
+                memory.view(-1, row_bytes // wide.itemsize).index_fill_(0, self.upload(rows), 0)
+
+            self._stream.submit(fill)
+
     def _bytes(self, address: int, nbytes: int) -> Tensor:
         return self._device.bytes_at(address, nbytes, None)
 
@@ -234,6 +252,10 @@ class DeviceQueue(OrderedQueue):
         if n <= 0 or self._is_closed:
             return
         self._sent[lane] += n
+        self._send(lane, n)
+
+    def _send(self, lane: int, n: int) -> None:
+        """Adds n to this rank's lane of all boards, behind the work given so far."""
         send = functools.partial(self._kernels.signal_all, n=n, status=self._status)
         self.run(send, self._boards, self._rank, lane)
 
@@ -268,6 +290,8 @@ class DeviceQueue(OrderedQueue):
                     self._lost = gone
                     # Waits look at the status, and end when another has failed.
                     self._aside.submit(lambda: self._status[:1].fill_(1))
+                if self._lost and now - began > self.patience_with_lost:
+                    return
 
     def _check(self) -> None:
         """Raises what a wait on the device has failed with, as far as the host has been told."""

@@ -17,6 +17,7 @@ from moecomm.devices.queue import Queue, Rooms, Tensors
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.registry import chosen_eager_kernels, chosen_kernels
+from moecomm.kernels.wire import Wire
 
 __all__ = ["HostDevice", "HostQueue"]
 
@@ -51,7 +52,14 @@ class HostDevice(Device):
                 total = min(total, int(text))
         return total
 
-    def make_queue(self, boards: Sequence[int], rank: int, timeout: float, gone: Callable[[], list[int]]) -> Queue:
+    def make_queue(
+        self,
+        boards: Sequence[int],
+        rank: int,
+        timeout: float,
+        gone: Callable[[], list[int]],
+        wire: Wire | None = None,
+    ) -> Queue:
         return HostQueue()
 
 
@@ -86,6 +94,10 @@ class HostQueue(Queue):
 
     def zero(self, address: int, nbytes: int) -> None:
         ctypes.memset(address, 0, nbytes)
+
+    def zero_rows(self, address: int, row_bytes: int, spans: Sequence[tuple[int, int]]) -> None:
+        for start, end in spans:
+            self.zero(address + start * row_bytes, (end - start) * row_bytes)
 
     def claim(self, block: _C.Block) -> None:
         """Nothing is late."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moecomm import _C
 from moecomm.kernels.base import RowKernels
+from moecomm.kernels.far_runs import FarRun, Memory
 
 __all__ = ["OrderedQueue", "Queue", "Rooms", "Tensors"]
 
@@ -77,6 +78,16 @@ class Queue(abc.ABC):
         """Zeroes memory."""
 
     @abc.abstractmethod
+    def zero_rows(self, address: int, row_bytes: int, spans: Sequence[tuple[int, int]]) -> None:
+        """Zeroes rows, by one piece of work however many there are.
+
+        Arguments:
+            address: of row 0.
+            row_bytes: of a row.
+            spans: the first row of each, and the one behind its last; ascending.
+        """
+
+    @abc.abstractmethod
     def claim(self, block: _C.Block) -> None:
         """What follows comes after whatever has been done with tensors that lay in this memory before."""
 
@@ -124,6 +135,18 @@ class OrderedQueue(Queue):
     @abc.abstractmethod
     def keep(self, call: Any, *tensors: Tensor | None) -> None:
         """Keeps tensors alive until the call's work is done."""
+
+    def put(self, memory: Memory, runs: Sequence[FarRun]) -> None:
+        """Puts runs from a region of mine to the same region of ranks whose memory has no address here.
+
+        They travel with the next `signal_all`: whoever waits for that finds them there. Until this device has done it
+        their source must not change.
+
+        Arguments:
+            memory: my part of the region; the same at each call before a signal.
+            runs: sources and targets are offsets in the region.
+        """
+        raise AssertionError("all ranks' memory has an address on this device")
 
     @abc.abstractmethod
     def signal_all(self, lane: int, sequence: int) -> None:

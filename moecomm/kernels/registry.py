@@ -13,7 +13,7 @@ from typing import Any, cast
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.experts import ExpertKernels
-from moecomm.kernels.signals import SignalKernels
+from moecomm.kernels.signals import SignalKernels, WireKernels
 
 __all__ = [
     "available_kernels",
@@ -23,6 +23,7 @@ __all__ = [
     "expert_kernels_for",
     "kernels_for",
     "signal_kernels_for",
+    "wire_kernels_for",
 ]
 
 _VARIABLE = "MOECOMM_KERNELS"
@@ -38,6 +39,9 @@ _KNOWN_EAGER = {
 }
 _KNOWN_SIGNALS = {
     "triton": ("moecomm.kernels.triton.stream_signals", "TritonSignalKernels"),
+}
+_KNOWN_WIRE = {
+    "triton": ("moecomm.kernels.triton.stream_signals", "TritonWireKernels"),
 }
 _KNOWN_EXPERTS = {
     "torch": ("moecomm.kernels.torch_experts", "TorchExpertKernels"),
@@ -88,6 +92,11 @@ def expert_kernels_for(name: str) -> ExpertKernels:
 def signal_kernels_for(name: str) -> SignalKernels:
     """Signals between devices; as `kernels_for`, of which only "triton" has them."""
     return cast(SignalKernels, _make(name, _KNOWN_SIGNALS))
+
+
+def wire_kernels_for(name: str) -> WireKernels:
+    """Puts and signals between devices that cannot address each other; as `signal_kernels_for`."""
+    return cast(WireKernels, _make(name, _KNOWN_WIRE))
 
 
 def chosen_kernels(device_type: str) -> RowKernels:

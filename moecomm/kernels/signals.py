@@ -13,7 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["SignalKernels"]
+from moecomm.kernels.far_runs import Memory, Runs
+from moecomm.kernels.wire import Wire
+
+__all__ = ["SignalKernels", "WireKernels"]
 
 
 class SignalKernels(Protocol):
@@ -37,4 +40,40 @@ class SignalKernels(Protocol):
 
     def raise_if_behind(self, status: Tensor, operation: str, *, describe: Callable[[int], str]) -> None:
         """Raises PeerTimeout if the status, of which this may be a copy, says that a wait has failed."""
+        ...
+
+
+class WireKernels(Protocol):
+    """The same where some ranks' memory has no address here: puts as well, over a network, in the order of the stream.
+
+    What the boards' owners may rely on: whoever has waited for a signal sees what its source had stored or put before.
+    """
+
+    def push(
+        self,
+        wire: Wire,
+        runs: Runs,
+        memory: Memory,
+        slot: int,
+        *,
+        n: int,
+        parts: int,
+        arrivals: Tensor,
+        status: Tensor,
+    ) -> None:
+        """Puts runs from my memory to the same region of far ranks, then adds n to my lane of a slot of all boards.
+
+        Arguments:
+            wire: who is reached how.
+            runs: from `make_runs`; none for near ranks.
+            memory: my part of the region, which holds what is put as well.
+            slot, n: as in `SignalKernels.signal_all`; the lane of a far rank's board is added to behind its runs.
+            parts: programs per rank.
+            arrivals: `[R]` int32 zeros, for one launch at a time.
+            status: nothing is put or added once a wait has failed.
+        """
+        ...
+
+    def wait(self, wire: Wire, slot: int, at_least: int, *, status: Tensor, timeout_ns: int) -> None:
+        """As `SignalKernels.wait`, for a board to which a network adds as well."""
         ...

@@ -108,6 +108,7 @@ def _time(name: str, x: Tensor, rows: ExpertRows, gate_up_proj: Tensor, *, down_
     """Milliseconds of a forward, and a backward if `trains`: the median of some runs after one that is not counted."""
     kernels = expert_kernels_for(name)
     x = x.contiguous()
+    stream = torch.cuda.current_stream(x.device)  # the current device may be another
 
     def run() -> None:
         y, hidden = kernels.outputs(x, rows, gate_up_proj, down_proj, out=None, keeps_hidden=trains)
@@ -119,9 +120,9 @@ def _time(name: str, x: Tensor, rows: ExpertRows, gate_up_proj: Tensor, *, down_
     times: list[float] = []
     for _ in range(_NUM_RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
+        begin.record(stream)
         run()
-        end.record()
+        end.record(stream)
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return sorted(times)[_NUM_RUNS // 2]

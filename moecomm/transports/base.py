@@ -18,6 +18,7 @@ from moecomm import _C
 from moecomm.devices.base import Device
 from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group
+from moecomm.kernels.wire import Wire
 from moecomm.transports.peers import Peer
 
 __all__ = ["Capabilities", "Region", "Transport", "WaitOutcome"]
@@ -35,7 +36,7 @@ class Capabilities:
         addressable: a peer's region can be read and written through a pointer.
         crosses_hosts: reaches processes of other hosts.
         stream_ordered: works in the order of a device stream.
-        device_initiated: device code starts transfers.
+        device_initiated: device code starts transfers; see `Transport.make_wire`.
     """
 
     device_types: tuple[str, ...]
@@ -77,10 +78,15 @@ class Transport(abc.ABC):
         group: who takes part.
         peers: identities of all ranks, as `gather_peers` gives them.
         num_slots: number of counter slots.
+
+    Attributes:
+        stall_timeout: seconds that a put, a signal or a flush waits for a peer that takes nothing in; where peers'
+            memory is written to directly there is no such wait.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    stall_timeout = 100.0
 
     def __init__(self, group: Group, peers: Sequence[Peer], num_slots: int) -> None:
         self.group = group
@@ -112,13 +118,25 @@ class Transport(abc.ABC):
         assert device.is_host, f"transport {self.name} carries {self.capabilities.device_types}"
         return self.allocate(nbytes)
 
+    def make_wire(self, board: Region, device: Device) -> Wire:
+        """What kernels need to put to far ranks and to signal them; `device_initiated` transports have it. Collective.
+
+        Arguments:
+            board: of `allocate_on`, whole slots of a counter per rank.
+            device: mine.
+
+        Raises:
+            TransportUnavailable: on all ranks: one has no code for its kernels to be linked with.
+        """
+        raise AssertionError(f"transport {self.name} is not device_initiated")
+
     @abc.abstractmethod
     def peer(self, region: Region, rank: int) -> int | None:
         """The address of `rank`'s part of the region in my address space, or None where there is none."""
 
     @abc.abstractmethod
     def mapping(self, region: Region) -> _C.Mapping:
-        """The memory of my part of the region."""
+        """The memory of my part of the region; while this or a block of it lives, so does the memory."""
 
     @abc.abstractmethod
     def put(self, region: Region, offset: int, address: int, nbytes: int, rank: int) -> None:

@@ -47,7 +47,8 @@ class NvlinkTransport(ShmTransport):
         if peer.device.name not in me.device.reachable:
             return (
                 f"the GPU of rank {me.rank} ({me.device.name}) cannot address that of rank {peer.rank} "
-                f"({peer.device.name}): no peer access between them, or this process does not see it."
+                f"({peer.device.name}): no peer access with atomics between them, as over NVLink, or this process does "
+                "not see it."
             )
         return None
 
@@ -55,7 +56,7 @@ class NvlinkTransport(ShmTransport):
     def remedy(cls) -> str:
         return (
             "Run all ranks as processes of one user, on one host and in one container, on Linux, with CuPy installed, "
-            "on GPUs with peer access to each other (`nvidia-smi topo -p2p r`) that all processes see "
+            "on GPUs with peer access to each other (`nvidia-smi topo -p2p a`) that all processes see "
             "(CUDA_VISIBLE_DEVICES alike; choose by torch.cuda.set_device)."
         )
 

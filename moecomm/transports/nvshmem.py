@@ -1,16 +1,20 @@
 """Transport `nvshmem`: GPUs of several hosts, CUDA tensors. A symmetric heap; RDMA that kernels start by themselves.
 
 Control (counters that the host waits for, deadlines, who has gone) travels between the processes as it does for CPU
-tensors, by whatever transport reaches them. Rows lie in NVSHMEM's symmetric memory: kernels store through a pointer
-where a peer's memory has one (NVLink) and put where it has none; see `moecomm.kernels.triton.far_push`.
+tensors, by whatever transport reaches them: `shm`, or `shm+ucx` between hosts. Rows, and the counters by which devices
+wait for each other, lie in NVSHMEM's symmetric memory: kernels store through a pointer where a peer's memory has one
+(NVLink) and put where it has none; see `moecomm.kernels.triton.far_push`, and `moecomm.devices.wire_queue` for the
+order.
 
 Which network is used is NVSHMEM's business and that of its `NVSHMEM_*` variables, which are left alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -24,9 +28,9 @@ from moecomm.kernels.wire import DeviceLibrary, Wire
 from moecomm.transports.base import Capabilities, Region, Transport, WaitOutcome
 from moecomm.transports.nvshmem_engine import Engine, EngineError, Nvshmem4py
 from moecomm.transports.nvshmem_library import REMEDY, find_library
-from moecomm.transports.nvshmem_runtime import Runtime, acquire
+from moecomm.transports.nvshmem_runtime import Runtime, SymmetricUse, acquire
 from moecomm.transports.peers import Peer, gather_peers
-from moecomm.transports.registry import choose
+from moecomm.transports.registry import choose, choose_together
 
 __all__ = ["NvshmemTransport"]
 
@@ -53,11 +57,12 @@ class NvshmemTransport(Transport):
     def __init__(self, group: Group, peers: Sequence[Peer], num_slots: int) -> None:
         super().__init__(group, peers, num_slots)
         self._symmetric: dict[int, Region] = {}
+        self._uses: dict[int, weakref.ref[SymmetricUse]] = {}
         self._has_put = False
         self._runtime: Runtime | None = None
         carriers = gather_peers(group)
         # Two more slots, for leaving together.
-        self.host = choose("auto", carriers[group.rank], carriers).transport(group, carriers, num_slots + 2)
+        self.host = choose_together("auto", group, carriers).transport(group, carriers, num_slots + 2)
         self._closing, self._agreed = num_slots, num_slots + 1
         try:
             self._runtime = acquire(group, self.engine_class(), self.remedy())
@@ -67,7 +72,18 @@ class NvshmemTransport(Transport):
 
     @classmethod
     def probe(cls, me: Peer, peers: Sequence[Peer]) -> list[str | None]:
-        return [cls._refusal(me, peer) for peer in peers]
+        control = cls._control_refusal(me, peers)
+        return [cls._refusal(me, peer) or (control if peer.rank != me.rank else None) for peer in peers]
+
+    @classmethod
+    def _control_refusal(cls, me: Peer, peers: Sequence[Peer]) -> str | None:
+        """Why the processes have no way to talk to each other, or None if they have."""
+        carriers = [dataclasses.replace(peer, device_type="cpu") for peer in peers]
+        try:
+            choose("auto", dataclasses.replace(me, device_type="cpu"), carriers)
+        except TransportUnavailable as error:
+            return f"what the processes say to each other needs a transport of its own. {error.reason}"
+        return None
 
     @classmethod
     def _refusal(cls, me: Peer, peer: Peer) -> str | None:
@@ -90,17 +106,17 @@ class NvshmemTransport(Transport):
         return self.host.allocate(nbytes)
 
     def allocate_on(self, device: Device, nbytes: int) -> Region:
-        if device.is_host:
-            return self.allocate(nbytes)
-        reason = (
-            "communicators do not carry CUDA tensors between hosts yet; its kernels and memory are used by themselves."
-        )
-        raise TransportUnavailable(f"transport {self.name!r}", reason, "Keep the ranks inside one host (`nvlink`).")
+        return self.allocate(nbytes) if device.is_host else self.allocate_symmetric(nbytes)
 
     def mapping(self, region: Region) -> _C.Mapping:
-        if self._is_symmetric(region):
-            raise ValueError(f"region {region.index} lies in device memory, which the host does not read")
-        return self.host.mapping(region)
+        if not self._is_symmetric(region):
+            return self.host.mapping(region)
+        known = self._uses.get(region.index)
+        use = known() if known is not None else None
+        if use is None:
+            use = SymmetricUse()
+            self._uses[region.index] = weakref.ref(use)
+        return _C.Mapping.borrow(region.address, region.nbytes, use)
 
     def signal(self, rank: int, slot: int, n: int = 1) -> None:
         self._settle()
@@ -216,19 +232,10 @@ class NvshmemTransport(Transport):
             except EngineError as error:
                 raise self._failed("flush", error, range(self.num_ranks)) from error
 
-    def make_wire(self, num_slots: int, device: torch.device | str) -> Wire:
-        """What kernels need to put and signal: a `Wire` with boards of `num_slots` in symmetric memory. Collective.
-
-        Arguments:
-            num_slots: of each board.
-            device: torch device of the kernels, this process's one.
-
-        Raises:
-            TransportUnavailable: on all ranks: no memory, or no bitcode for a rank's GPU.
-        """
-        runtime, problem, bitcode = self._open(), "", None
-        if torch.device(device).type == "cuda":
-            major, minor = torch.cuda.get_device_capability(device)
+    def make_wire(self, board: Region, device: Device) -> Wire:
+        runtime, problem, bitcode, where = self._open(), "", None, device.torch_device
+        if where.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(where)
             bitcode = find_library().bitcode(10 * major + minor)
             if bitcode is None:
                 problem = f"rank {self.rank}: NVSHMEM in {find_library().path} has no bitcode for sm_{major}{minor}."
@@ -236,13 +243,12 @@ class NvshmemTransport(Transport):
         if problem:
             remedy = "Install a newer NVSHMEM on every host: `pip install --upgrade nvidia-nvshmem-cu13`."
             raise TransportUnavailable(f"transport {self.name!r}", problem, remedy)
-        board = self.allocate_symmetric(8 * num_slots * self.num_ranks)
         return Wire(
             rank=self.rank,
-            boards=torch.tensor([self.peer(board, rank) or 0 for rank in range(self.num_ranks)], device=device),
-            pes=torch.tensor(runtime.pes, dtype=torch.int32, device=device),
+            boards=torch.tensor([self.peer(board, rank) or 0 for rank in range(self.num_ranks)], device=where),
+            pes=torch.tensor(runtime.pes, dtype=torch.int32, device=where),
             board=board.address,
-            num_slots=num_slots,
+            num_slots=board.nbytes // (8 * self.num_ranks),
             library=None if bitcode is None else DeviceLibrary(bitcode, runtime.engine.initialise_module),
         )
 
@@ -259,25 +265,40 @@ class NvshmemTransport(Transport):
         self.host.close()
 
     def _leave_together(self, runtime: Runtime) -> bool:
-        """Gives back symmetric memory, and NVSHMEM with its last user; False if not all ranks are here to do so."""
+        """Gives back symmetric memory, and NVSHMEM with its last user; False if not all ranks are here to do so.
+
+        Memory that tensors lie in on some rank stays, until a later start or end finds that they are gone everywhere.
+        """
         try:
-            runtime.engine.quiet()
             # Whoever does not come within the first wait leaves, which ends the others' second wait at once.
-            for slot, timeout in ((self._closing, self.goodbye_timeout), (self._agreed, self.agreed_timeout)):
-                self.host.signal_all(slot, 1)
-                if self.host.wait(slot, 1, timeout) is not WaitOutcome.REACHED:
-                    _log.warning(
-                        "%s: rank %d closes without all others, so its symmetric memory stays until the process ends",
-                        *(self.name, self.rank),
-                    )
-                    return False
-            for region in reversed(self._symmetric.values()):
-                runtime.engine.free(region.address)
+            if not self._meet(self._closing, self.goodbye_timeout):
+                return False
+            runtime.engine.quiet()
+            used = [index for index, use in self._uses.items() if use() is not None]
+            # One more than once: that no memory is in use here, so all of it can go.
+            if not self._meet(self._agreed, self.agreed_timeout, n=1 if used else 2):
+                return False
+            if any(self.host.lane(self._agreed, rank) < 2 for rank in range(self.num_ranks)):
+                runtime.leave([(region.address, self._uses.get(index)) for index, region in self._symmetric.items()])
+            else:
+                for region in reversed(self._symmetric.values()):
+                    runtime.engine.free(region.address)
             runtime.release()
         except (EngineError, TransportError) as error:
             _log.warning("%s: rank %d cannot close in order: %s", self.name, self.rank, error)
             return False
         return True
+
+    def _meet(self, slot: int, timeout: float, n: int = 1) -> bool:
+        """Whether all ranks have come here in time."""
+        self.host.signal_all(slot, n)
+        if self.host.wait(slot, 1, timeout) is WaitOutcome.REACHED:
+            return True
+        _log.warning(
+            "%s: rank %d closes without all others, so its symmetric memory stays until the process ends",
+            *(self.name, self.rank),
+        )
+        return False
 
     def _is_symmetric(self, region: Region) -> bool:
         return region.index < 0

@@ -10,13 +10,15 @@ import hashlib
 import logging
 import sys
 import threading
+import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group
 from moecomm.transports.nvshmem_engine import Engine, EngineError
 
-__all__ = ["Runtime", "acquire"]
+__all__ = ["Runtime", "SymmetricUse", "acquire"]
 
 _log = logging.getLogger("moecomm.transports")
 _NAME = "transport 'nvshmem'"
@@ -28,6 +30,25 @@ _lock = threading.Lock()
 _world = ""  # which NVSHMEM was started here: the same text in all its processes; empty = not by this module
 _users = 0
 _is_abandoned = False
+_left: list[_Left] = []  # memory of closed transports in which tensors lay on some rank; the same on all ranks
+
+
+class SymmetricUse:
+    """Lives as long as something lies in a piece of symmetric memory."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Left(NamedTuple):
+    """Symmetric memory that could not be given back.
+
+    Attributes:
+        address: of mine.
+        use: what lies in it here, if anything ever did.
+    """
+
+    address: int
+    use: weakref.ref[SymmetricUse] | None
 
 
 class _Offer(NamedTuple):
@@ -38,12 +59,14 @@ class _Offer(NamedTuple):
         is_started: NVSHMEM runs in its process.
         world: which one it has started.
         unique_id: for a new start, from rank 0.
+        is_unused: for each piece of memory that was left, whether nothing lies in it any more.
     """
 
     problem: str
     is_started: bool = False
     world: str = ""
     unique_id: bytes = b""
+    is_unused: tuple[bool, ...] = ()
 
 
 class Runtime:
@@ -60,11 +83,15 @@ class Runtime:
         self._is_held = True
 
     def release(self) -> None:
-        """Gives the share back. Collective: the last one ends NVSHMEM, unless it is not ours or one was abandoned."""
+        """Gives the share back. Collective: the last one ends NVSHMEM, if it is ours and no memory is left in use."""
         global _world
         if self._leave() and not sys.is_finalizing():
             _world = ""
             self.engine.finish()
+
+    def leave(self, memory: Sequence[tuple[int, weakref.ref[SymmetricUse] | None]]) -> None:
+        """Leaves pieces of memory, addresses and uses, that are in use on some rank. Collective."""
+        _left.extend(_Left(*piece) for piece in memory)
 
     def abandon(self) -> None:
         """Gives the share back without the peers, who may be dead: NVSHMEM then stays until the process ends."""
@@ -80,7 +107,7 @@ class Runtime:
                 return False
             self._is_held = False
             _users -= 1
-            return _users == 0 and bool(_world) and not _is_abandoned
+            return _users == 0 and bool(_world) and not _is_abandoned and not _left
 
 
 def acquire(group: Group, engine: Engine, remedy: str) -> Runtime:
@@ -115,9 +142,22 @@ def acquire(group: Group, engine: Engine, remedy: str) -> Runtime:
             f"{[f'{pe} of {total}' for pe, total in seats]}."
         )
         raise TransportUnavailable(_NAME, reason, _WORLD)
+    try:
+        _give_back(engine, [offer.is_unused for offer in offers])
+    except EngineError as error:
+        raise TransportUnavailable(_NAME, f"rank {group.rank}: {error}.", _WORLD) from error
     with _lock:
         _users += 1
     return Runtime(engine, pes)
+
+
+def _give_back(engine: Engine, is_unused: list[tuple[bool, ...]]) -> None:
+    """Frees what earlier transports have left, as far as nothing lies in it any more on any rank. Collective."""
+    unused = [all(flags) for flags in zip(*is_unused, strict=True)]
+    for piece, is_free in reversed(list(zip(tuple(_left), unused, strict=True))):
+        if is_free:
+            engine.free(piece.address)
+            _left.remove(piece)
 
 
 def _offer(group: Group, engine: Engine) -> _Offer:
@@ -133,7 +173,8 @@ def _offer(group: Group, engine: Engine) -> _Offer:
         unique_id = engine.unique_id() if group.rank == 0 and not is_started else b""
     except (EngineError, ImportError, OSError) as error:
         return _Offer(f"rank {group.rank}: {error}.")
-    return _Offer("", is_started, _world if is_started else "", unique_id)
+    unused = tuple(piece.use is None or piece.use() is None for piece in _left)
+    return _Offer("", is_started, _world if is_started else "", unique_id, unused)
 
 
 def _all_or_none(problems: list[str], remedy: str) -> None:

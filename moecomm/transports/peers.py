@@ -100,14 +100,14 @@ def gather_peers(group: Group, device_type: str = "cpu", device: DeviceIdentity 
     """Every rank's identity, by rank. Collective."""
     me = my_identity(group, device_type, device)
     peers: list[Peer] = group.all_gather(me)
-    if device_type == "cpu" and len({(peer.host, peer.pid_namespace, peer.uid) for peer in peers}) > 1:
+    if len({(peer.host, peer.pid_namespace, peer.uid) for peer in peers}) > 1:
         # All must know who has UCX, to choose alike. Where shared memory reaches, it is not even loaded.
         from moecomm.transports.ucx_library import find_library
 
         me = dataclasses.replace(me, ucx_problem=find_library().problem)
         peers = group.all_gather(me)
     if device_type == "cuda":
-        from moecomm.transports.nvshmem_engine import problem_here
+        from moecomm.transports import nvshmem_engine
 
-        peers = group.all_gather(dataclasses.replace(me, nvshmem_problem=problem_here()))
+        peers = group.all_gather(dataclasses.replace(me, nvshmem_problem=nvshmem_engine.problem_here()))
     return peers

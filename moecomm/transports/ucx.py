@@ -35,14 +35,12 @@ class UcxTransport(Transport):
 
     Attributes:
         connect_timeout: seconds in which all ranks must have met.
-        stall_timeout: seconds that a put, a signal or a flush waits for a peer that takes nothing in.
         goodbye_timeout: seconds that closing waits until the peers have taken in what was sent.
     """
 
     name = "ucx"
     capabilities = Capabilities(device_types=("cpu",), addressable=False, crosses_hosts=True)
     connect_timeout = 60.0
-    stall_timeout = 100.0
     goodbye_timeout = 2.0
 
     def __init__(self, group: Group, peers: Sequence[Peer], num_slots: int) -> None:

@@ -20,9 +20,9 @@ from late_network import LateNetwork
 
 from moecomm.algorithms.far_rows import FarRows
 from moecomm.algorithms.plan import plan_exchange
+from moecomm.kernels.far_runs import FarRun, Memory, make_runs
 from moecomm.kernels.reference import ReferenceRowKernels
 from moecomm.kernels.triton import far_push, far_wait, nvshmem_device, signals
-from moecomm.kernels.triton.far_runs import FarRun, Memory, make_runs
 from moecomm.kernels.triton.lanes import release_lane
 from moecomm.kernels.triton.rows import TritonRowKernels
 from moecomm.kernels.wire import Wire
@@ -164,7 +164,8 @@ class FarRank:
         [parts] = packed.addresses(self.heaps[rank] + self.packed_at, [ROW_BYTES])
         for peer, part in parts.items():
             addresses[peer] = part
-        kernels.push_rows(sent.x[rank], packed.routes(kernels, sent.ids[rank]), addresses)
+        numbers = sent.placement.expert_rank, torch.from_numpy(packed.bases)
+        kernels.push_rows(sent.x[rank], packed.routes(kernels, sent.ids[rank], *numbers), addresses)
         runs = [
             FarRun(peer, self.received_at + there * ROW_BYTES, self.packed_at + here * ROW_BYTES, count * ROW_BYTES)
             for peer in self.far

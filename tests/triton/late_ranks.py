@@ -13,7 +13,7 @@ from moecomm.testing import masked, with_duplicates
 from moecomm.testing.compare import assert_bitwise_equal
 from moecomm.testing.contracts.cases import random_rows
 
-TOKENS = {1: (5,), 2: (5, 3), 3: (4, 0, 5)}
+TOKENS = {1: (5,), 2: (5, 3), 3: (4, 0, 5), 4: (3, 0, 5, 2)}
 SIZES = {"num_experts": 6, "hidden": 24, "num_topk": 3, "max_tokens_per_rank": 8, "timeout": timedelta(seconds=30)}
 
 

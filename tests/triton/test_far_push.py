@@ -7,9 +7,9 @@ import torch
 from far_ranks import MISTAKES, Form, Round, exchange
 from triton.runtime.errors import InterpreterError
 
+from moecomm.kernels.far_runs import FarRun, Memory, make_runs
 from moecomm.kernels.triton import signals
 from moecomm.kernels.triton.far_push import far_push
-from moecomm.kernels.triton.far_runs import FarRun, Memory, make_runs
 from moecomm.kernels.triton.far_wait import far_wait
 from moecomm.kernels.triton.nvshmem_device import interpret_with
 from moecomm.kernels.wire import Wire

@@ -10,19 +10,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 
+import check_captured
 import check_experts
 import check_low_latency
 import check_rows
 import checks
 import gemm
 import layer
-import links
 import low_latency
-import report
 import rows
 import run
 import sizes
 import timing
+from captured_replay import MODULES as CAPTURED
 from context import Context
 from exchange import run_pairs
 from late_device import LateDevice
@@ -32,7 +32,8 @@ from moecomm.kernels import kernels_for
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
 from moecomm.kernels.registry import eager_kernels_for
-from moecomm.kernels.triton import tile_shapes
+from moecomm.kernels.triton import descriptors, grouped_gemm, runtime, tile_shapes
+from moecomm.kernels.triton.captured import CapturedExchange
 from moecomm.kernels.triton.rows import TritonRowKernels
 
 CPU = torch.device("cpu")
@@ -46,7 +47,27 @@ def methods(protocol):
     return {name for name in vars(protocol) if not name.startswith("_")}
 
 
-def test_interpreted_checks_cover_every_kernel_and_find_all_right(tmp_path, capsys):
+def test_interpreted_checks_cover_every_kernel_and_find_all_right(tmp_path, capsys, monkeypatch):
+    launched = set()
+
+    def launch(kernel, *args, **constants):
+        launched.add(kernel.fn.__name__)
+        runtime.launch(kernel, *args, **constants)
+
+    for module in CAPTURED:
+        monkeypatch.setattr(module, "launch", launch)
+    described = set()
+
+    def note(x, weight, shape):
+        described.add(descriptors.describable(x, weight))
+        return descriptors.descriptors_of(x, weight, shape)
+
+    def note_rows(left, right, shape):
+        described.add("rows")
+        return descriptors.descriptors_of_rows(left, right, shape)
+
+    monkeypatch.setattr(grouped_gemm, "descriptors_of", note)
+    monkeypatch.setattr(grouped_gemm, "descriptors_of_rows", note_rows)
     path = tmp_path / "figures.json"
     assert run.main(["--interpret", "--json", str(path)]) == 0
     assert "answers checked, none wrong" in capsys.readouterr().out
@@ -56,7 +77,10 @@ def test_interpreted_checks_cover_every_kernel_and_find_all_right(tmp_path, caps
     wrong = {record["what"]: record["wrong"] for record in found["records"]}
     assert set(wrong.values()) == {0}
     kernels = methods(RowKernels) | methods(EagerKernels) | {"signal", "wait", "grouped_gemm", "grouped_swiglu"}
-    assert kernels <= set(wrong)
+    assert kernels | {"captured dispatch", "captured combine", "static dispatch"} <= set(wrong)
+    assert described == {"inner", "columns", "rows"}
+    known = [module for module in CAPTURED if module.__name__.split(".")[-1].startswith("captured_")]
+    assert {case.kernel.fn.__name__ for module in known for case in module.compile_cases()} <= launched
     # What there was no time for is not right.
     assert run.main(["--interpret", "--seconds", "0.001"]) == 1
 
@@ -144,6 +168,18 @@ def test_a_broken_low_latency_kernel_is_counted():
     assert hit == {"receive_eager"}
 
 
+def test_a_broken_captured_call_is_counted(monkeypatch):
+    right = CapturedExchange.receive
+
+    def broken(self, block):
+        right(self, block)
+        block.placed.arrived.counts.add_(1)
+
+    monkeypatch.setattr(CapturedExchange, "receive", broken)
+    hit = {kernel for kernel, _, count in check_captured.check(context_of("checks")) if count}
+    assert hit == {"captured dispatch"}
+
+
 def test_a_broken_product_is_counted(monkeypatch):
     right = check_experts.grouped_gemm
 
@@ -172,6 +208,23 @@ def test_checks_take_the_default_tiles_unmeasured(monkeypatch):
             launch=launched.append,
         )
     assert shape == tile_shapes.default_shape("plain", 2, 128, 90)
+    assert not shape.uses_descriptors
+    with tile_shapes.default_shapes(with_descriptors=True):
+        described, plain = (
+            tile_shapes.choose_shape(
+                "plain",
+                compute=torch.bfloat16,
+                dtypes=(torch.bfloat16,) * 3,
+                rows_per_expert=128,
+                sizes=(4, 264, 272),
+                device=CPU,
+                allows_descriptors=allows,
+                launch=launched.append,
+            )
+            for allows in (True, False)
+        )
+    assert described.uses_descriptors
+    assert plain == shape
     assert not launched
 
 
@@ -197,13 +250,11 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run.main([]) == 2
     assert "there is no CUDA GPU here" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        run.main(["--interpret", "--only", "gemm"])
 
 
 @pytest.mark.parametrize(
     ("part", "num_records"),
-    [(rows, 8), (low_latency, 3), (gemm, 10), (layer, 2)],
+    [(rows, 8), (low_latency, 4), (gemm, 14), (layer, 2)],
     ids=lambda p: getattr(p, "__name__", ""),
 )
 def test_parts_are_rehearsed(part, num_records):
@@ -229,21 +280,6 @@ def test_a_spoiled_push_is_seen_at_full_size(monkeypatch):
     context = context_of("rows")
     rows.run(context)
     assert all(record.wrong > 0 for record in context.records if record.what.startswith("push"))
-
-
-def test_links_say_what_is_missing():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU: the exchange would run")
-    context = context_of("links")
-    links.run(context)
-    assert not report.is_bad(context.records)
-    assert all(record.note.startswith("not measured: ") for record in context.records)
-    table, routes = links.make_rows(3, 2, 5, CPU)
-    target = torch.empty(6, 2, dtype=torch.int16)
-    TritonRowKernels().push_rows(table, routes, [target.data_ptr(), 0])
-    assert torch.equal(target, links.expected_rows(table))
-    with pytest.raises(RuntimeError, match="the other process ended with 1"):
-        links._ask_child(["not a handle"])
 
 
 def test_whole_communicators_are_checked():

@@ -1,9 +1,11 @@
 """The grouped GEMM with operands loaded by tensor descriptors, interpreted; and which tensors can be described."""
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
+import triton
 from experts_oracle import LOADS, error, expert_major, poisoned, slab, swiglu
 
 from moecomm.kernels.triton import descriptors, grouped_gemm, tile_shapes
@@ -122,6 +124,9 @@ def test_what_can_be_described():
     assert not describable_rows(x, torch.zeros(9, 70).half()[:, :64])
     assert not describable_rows(x, room.float())
     assert not describable_rows(x[:0], x[:0])
+    one_for_all = x[:1].expand(9, 64)
+    assert describable(one_for_all, weight.transpose(1, 2)) == "none"
+    assert not describable_rows(x, one_for_all)
     # A block would reach into the next expert.
     assert describable(x[:, :40], torch.zeros(3, 40, 64).half()) == "none"
 
@@ -141,3 +146,27 @@ def test_every_candidate_fits_its_device(capability, kind, itemsize):
             assert shape.shared_bytes(kind, itemsize) <= (227 if capability >= 90 else 163) * 1024
             assert shape.rows >= 16
             assert kind == "weights" or shape.rows <= 2 * max(16, rows_per_expert) or itemsize == 4
+
+
+def test_shapes_are_timed_on_the_device_of_the_tensors(monkeypatch):
+    """Which need not be the current one: its streams are those that the timer looks at."""
+    entered, timed = [], []
+
+    @contextlib.contextmanager
+    def on(device):
+        entered.append(device)
+        yield
+        entered.append(None)
+
+    def do_bench(step, warmup, rep):
+        timed.append(entered[-1])
+        step()
+        return 2.0
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+    launched = []
+    values = list(dataclasses.astuple(tile_shapes.TileShape(64, 64, 32, 4, 3)))
+    assert tile_shapes._time(launched.append, values, torch.device("cuda", 1)) == 2.0
+    assert (timed, entered[-1]) == ([torch.device("cuda", 1)], None)
+    assert launched == [tile_shapes.TileShape(64, 64, 32, 4, 3)]

@@ -2,15 +2,16 @@
 
 import ctypes
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 from late_network import LateNetwork
 from nvshmem_double import HEAP_BYTES, Double, DoubleTransport
 
+from moecomm.kernels.far_runs import FarRun, Memory, make_runs
 from moecomm.kernels.triton import signals
 from moecomm.kernels.triton.far_push import far_push
-from moecomm.kernels.triton.far_runs import FarRun, Memory, make_runs
 from moecomm.kernels.triton.far_wait import far_wait
 from moecomm.testing import launch
 from moecomm.transports.peers import gather_peers
@@ -25,7 +26,9 @@ def exchange(group, folder, parts):
     carrier, size, me = DoubleTransport(group, gather_peers(group), 1), group.size, group.rank
     region = carrier.allocate_symmetric(2 * PIECE * size)
     packed = carrier.allocate_symmetric(2 * PIECE)
-    wire = carrier.make_wire(2, "cpu")
+    wire = carrier.make_wire(
+        carrier.allocate_symmetric(2 * 8 * size), SimpleNamespace(torch_device=torch.device("cpu"))
+    )
     heaps = Double.heaps()
     far = [rank for rank in range(size) if carrier.peer(region, rank) is None]
     places = [2 * PIECE * me, 2 * PIECE * me + PIECE]

@@ -26,11 +26,7 @@ def describable(x: Tensor, weight: Tensor) -> str:
     num_experts, num_inner, num_columns = weight.shape
     if x.dtype != weight.dtype or x.element_size() != 2 or not x.numel() or not weight.numel():
         return "none"
-    if (
-        not _is_aligned(x, x.stride(0))
-        or x.stride(1) != 1
-        or max(x.shape[0], num_experts * num_inner) >= _MAX_COORDINATE
-    ):
+    if not _is_describable(x) or max(x.shape[0], num_experts * max(num_inner, num_columns)) >= _MAX_COORDINATE:
         return "none"
     by_expert, by_inner, by_column = weight.stride()
     if by_inner == 1 and by_expert == num_columns * by_column and _is_aligned(weight, by_column):
@@ -56,7 +52,7 @@ def describable_rows(left: Tensor, right: Tensor) -> bool:
     """Whether both operands of a weight gradient, `[N, M]` and `[N, K]`, can be described."""
     if left.dtype != right.dtype or left.element_size() != 2 or not left.numel() or not right.numel():
         return False
-    return all(_is_aligned(rows, rows.stride(0)) and rows.stride(1) == 1 for rows in (left, right))
+    return max(left.shape[0], right.shape[0]) < _MAX_COORDINATE and _is_describable(left) and _is_describable(right)
 
 
 def descriptors_of_rows(left: Tensor, right: Tensor, shape: TileShape) -> tuple[Any, Any]:
@@ -66,6 +62,11 @@ def descriptors_of_rows(left: Tensor, right: Tensor, shape: TileShape) -> tuple[
         for rows, width in ((left, shape.rows), (right, shape.columns))
     )
     return first, second
+
+
+def _is_describable(rows: Tensor) -> bool:
+    """Whether rows are contiguous, aligned, and do not overlap, as those of an expanded gradient do."""
+    return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] and _is_aligned(rows, rows.stride(0))
 
 
 def _is_aligned(tensor: Tensor, stride: int) -> bool:

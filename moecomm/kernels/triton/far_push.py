@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moecomm.kernels.far_runs import Memory, Runs
 from moecomm.kernels.triton.compile_case import CompileCase
-from moecomm.kernels.triton.far_runs import Memory, Runs
 from moecomm.kernels.triton.lanes import FAILED, SEEN, release_lane
 from moecomm.kernels.triton.nvshmem_device import (
     fence,
@@ -222,7 +222,7 @@ def far_push(
 
 
 def linked_cases() -> list[CompileCase]:
-    """One program and four per rank; without and with a status."""
+    """One program per rank, without and with a status, and four; as queues and others launch them."""
     return [
         CompileCase(
             name=f"far_push with {parts} per rank{', unless a wait has failed' if status else ''}",
@@ -236,5 +236,5 @@ def linked_cases() -> list[CompileCase]:
             },
             constexprs={"HAS_STATUS": status, "QUIET": True, "PARTS": parts},
         )
-        for parts, status in ((1, False), (4, True))
+        for parts, status in ((1, False), (1, True), (4, True))
     ]

@@ -1,4 +1,4 @@
-"""The signals of `signals.py` as `moecomm.kernels.signals.SignalKernels`."""
+"""Signals, waits and puts as `moecomm.kernels.signals` wants them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moecomm.kernels.triton import signals
+from moecomm.kernels.far_runs import Memory, Runs
+from moecomm.kernels.triton import far_push, far_wait, signals
+from moecomm.kernels.wire import Wire
 
-__all__ = ["TritonSignalKernels"]
+__all__ = ["TritonSignalKernels", "TritonWireKernels"]
 
 
 @final
@@ -31,3 +33,34 @@ class TritonSignalKernels:
 
     def raise_if_behind(self, status: Tensor, operation: str, *, describe: Callable[[int], str]) -> None:
         signals.raise_if_behind(status, operation, describe=describe)
+
+
+@final
+class TritonWireKernels:
+    """Puts over NVSHMEM, signals behind them, and waits; where Triton interprets, something stands in for NVSHMEM."""
+
+    def push(
+        self,
+        wire: Wire,
+        runs: Runs,
+        memory: Memory,
+        slot: int,
+        *,
+        n: int,
+        parts: int,
+        arrivals: Tensor,
+        status: Tensor,
+    ) -> None:
+        far_push.far_push(
+            *(wire, runs),
+            source=memory,
+            region=memory,
+            slot=slot,
+            n=n,
+            parts=parts,
+            arrivals=arrivals,
+            status=status,
+        )
+
+    def wait(self, wire: Wire, slot: int, at_least: int, *, status: Tensor, timeout_ns: int) -> None:
+        far_wait.far_wait(wire, slot, at_least, status=status, timeout_ns=timeout_ns)

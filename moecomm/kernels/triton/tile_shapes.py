@@ -35,6 +35,7 @@ __all__ = [
 _choices = Choices()
 _chosen: dict[tuple[Any, ...], TileShape] = {}
 _measures = True
+_prefers_descriptors = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +131,19 @@ def default_shape(kind: str, itemsize: int, rows_per_expert: int, capability: in
 
 
 @contextlib.contextmanager
-def default_shapes() -> Iterator[None]:
-    """Nothing is measured inside, in any thread: for checks, which would compile every candidate and then take one."""
-    global _measures
-    before, _measures = _measures, False
+def default_shapes(*, with_descriptors: bool = False) -> Iterator[None]:
+    """Nothing is measured inside, in any thread: for checks, which would compile every candidate and then take one.
+
+    Arguments:
+        with_descriptors: take the first shape that uses descriptors, where there is one.
+    """
+    global _measures, _prefers_descriptors
+    before = _measures, _prefers_descriptors
+    _measures, _prefers_descriptors = False, with_descriptors
     try:
         yield
     finally:
-        _measures = before
+        _measures, _prefers_descriptors = before
 
 
 def choose_shape(
@@ -161,15 +167,18 @@ def choose_shape(
         launch: runs the product with a shape; it only writes what it will write anyway.
     """
     if is_interpreted():
-        return dataclasses.replace(_INTERPRETED, uses_descriptors=_INTERPRETED.uses_descriptors and allows_descriptors)
+        wants_descriptors = _INTERPRETED.uses_descriptors or _prefers_descriptors
+        return dataclasses.replace(_INTERPRETED, uses_descriptors=wants_descriptors and allows_descriptors)
     family = (kind, dtypes, rows_per_expert, sizes, allows_descriptors, device)
     known = _chosen.get(family)
-    if known is not None:
+    if known is not None and _measures:
         return known
     capability = _capability(device)
     candidates = candidate_shapes(
         kind, compute.itemsize, rows_per_expert, capability, allows_descriptors=allows_descriptors
     )
+    if _prefers_descriptors:
+        return next((shape for shape in candidates if shape.uses_descriptors), candidates[0])
     if not _measures or torch.cuda.is_current_stream_capturing():
         return candidates[0]
     key = {
@@ -184,7 +193,7 @@ def choose_shape(
         "source": source_hash(),
     }
     values = _choices.choose(
-        key, [list(dataclasses.astuple(shape)) for shape in candidates], lambda values: _time(launch, values)
+        key, [list(dataclasses.astuple(shape)) for shape in candidates], lambda values: _time(launch, values, device)
     )
     return _chosen.setdefault(family, TileShape(*values))
 
@@ -211,10 +220,11 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def _time(launch: Callable[[TileShape], None], values: list[Any]) -> float:
+def _time(launch: Callable[[TileShape], None], values: list[Any], device: torch.device) -> float:
     """Milliseconds; infinity when the device has not enough of something."""
     try:
-        return float(triton.testing.do_bench(lambda: launch(TileShape(*values)), warmup=5, rep=20))
+        with torch.cuda.device(device):  # whose stream is timed
+            return float(triton.testing.do_bench(lambda: launch(TileShape(*values)), warmup=5, rep=20))
     except (OutOfResources, PTXASError):
         return float("inf")
 

@@ -47,15 +47,17 @@ class Runs:
     """Runs as kernels read them, from `make_runs`.
 
     Attributes:
-        table: `[N, 3]` int64, as in `far_push_kernel`.
+        table: `[N, 3]` int64, by rank: offset in the region, offset from the source, bytes (at least 1).
         starts: `[R + 1]` int64.
         region_bytes, source_bytes: what the region and the source must have at least.
+        most: the most runs that a rank gets.
     """
 
     table: Tensor
     starts: Tensor
     region_bytes: int
     source_bytes: int
+    most: int
 
 
 def make_runs(
@@ -64,7 +66,7 @@ def make_runs(
     """Sorts runs by rank, in the order given, and cuts long ones into pieces of at most `most_bytes`.
 
     Raises:
-        ValueError: a run names no rank, or is not in front of it.
+        ValueError: a run names no rank, or a number is negative.
     """
     if most_bytes < 1:
         raise ValueError(f"most_bytes is {most_bytes}; at least 1 is needed")
@@ -81,8 +83,14 @@ def make_runs(
         starts.append(starts[-1] + len(pieces))
     table = [piece for pieces in by_rank for piece in pieces]
     return Runs(
-        torch.tensor(table, dtype=torch.int64).reshape(-1, 3).to(device),
-        torch.tensor(starts, dtype=torch.int64).to(device),
+        _upload(torch.tensor(table, dtype=torch.int64).reshape(-1, 3), torch.device(device)),
+        _upload(torch.tensor(starts, dtype=torch.int64), torch.device(device)),
         region_bytes=max((run.target + run.nbytes for run in runs), default=0),
         source_bytes=max((run.source + run.nbytes for run in runs), default=0),
+        most=max(map(len, by_rank), default=0),
     )
+
+
+def _upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """The numbers on the device; the host does not wait, as it would for memory that is not pinned."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers

@@ -1,0 +1,97 @@
+"""The queue of a device that cannot address the memory of all ranks: it puts to the others, and signals behind that.
+
+    our stream    ... pack rows ...   push                      ...   wait   read
+                                      near: release the lane
+                                      far:  put, fence, put-with-signal (or put, quiet, signal)
+
+What `device_queue.py` says of the order holds unchanged, also between ranks that are far from each other:
+
+- A signal is one kernel behind the work that it speaks of. To a near rank it releases what earlier kernels stored; to a
+  far one it comes behind all that this kernel puts there. Nothing else is ever put, so nothing else must be ordered.
+- The kernel ends when all that it has put has arrived (quiet). So what lies at the source may change from there on, in
+  the order of the stream, and a signal of later work says the same of earlier puts.
+- A wait acquires the lanes, whoever has added to them, and then makes visible what the network has written.
+
+A wait ends by itself, a put to a rank whose process has ended need not. So the host does not wait for its device for
+ever when it knows that a rank has gone; closing then leaves the device, and all symmetric memory, to the process's end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moecomm.devices.base import AsynchronousDevice
+from moecomm.devices.device_queue import DeviceQueue
+from moecomm.kernels.far_runs import FarRun, Memory, Runs, make_runs
+from moecomm.kernels.wire import Wire
+
+__all__ = ["WireQueue"]
+
+# One program puts a few runs with the least latency; many keep the network busy only if several programs put them. No
+# more than two numbers of programs, for each is a kernel to compile.
+_FEW_RUNS = 4
+_PARTS = 4
+_NOTHING = Memory(0, 0)
+
+
+class WireQueue(DeviceQueue):
+    """See `DeviceQueue`.
+
+    Arguments:
+        device, boards, rank, timeout, gone: as there; the board of a far rank is 0.
+        wire: how kernels reach everybody.
+    """
+
+    patience_with_lost = 5.0  # a put to a rank that has gone may never end
+
+    def __init__(
+        self,
+        device: AsynchronousDevice,
+        boards: Sequence[int],
+        rank: int,
+        timeout: float,
+        gone: Callable[[], list[int]],
+        wire: Wire,
+    ) -> None:
+        super().__init__(device, boards, rank, timeout, gone)
+        self._wire = wire
+        self._wire_kernels = device.wire_kernels()
+        self._memory = _NOTHING
+        self._runs: list[FarRun] = []
+        self._arrivals: Tensor
+        self._no_runs: Runs
+        self._stream.submit(self._make_tables)
+        self._stream.synchronize()
+
+    def _make_tables(self) -> None:
+        where = self._device.torch_device
+        self._arrivals = torch.zeros(self._num_ranks, dtype=torch.int32, device=where)
+        self._no_runs = make_runs([], self._num_ranks, where)
+
+    def put(self, memory: Memory, runs: Sequence[FarRun]) -> None:
+        assert not self._runs or memory == self._memory, "runs of one signal lie in one region"
+        self._memory = memory
+        self._runs += runs
+
+    def _send(self, lane: int, n: int) -> None:
+        runs, self._runs = self._runs, []
+        self.run(self._push, self._memory if runs else _NOTHING, runs, lane, n)
+
+    def _push(self, memory: Memory, runs: Sequence[FarRun], lane: int, n: int) -> None:
+        table = make_runs(runs, self._num_ranks, self._device.torch_device) if runs else self._no_runs
+        parts = 1 if table.most <= _FEW_RUNS else _PARTS
+        self._wire_kernels.push(
+            *(self._wire, table, memory, lane),
+            n=n,
+            parts=parts,
+            arrivals=self._arrivals,
+            status=self._status,
+        )
+
+    def wait(self, lane: int, sequence: int) -> None:
+        wait = functools.partial(self._wire_kernels.wait, status=self._status, timeout_ns=self._timeout_ns)
+        self.run(wait, self._wire, lane, sequence + 1)

@@ -1,0 +1,18 @@
+"""A late network shows mistakes in the order of puts, signals and waits of whole communicators."""
+
+import pytest
+from nvshmem_mistakes import FEW, MANY, is_right
+from nvshmem_ranks import run
+
+
+@pytest.mark.parametrize(
+    ("mistake", "has_weights"), [*((mistake, False) for mistake in FEW), *((mistake, True) for mistake in MANY)]
+)
+def test_what_is_in_order_is_right_and_mistakes_show_with_one_of_a_few_seeds(mistake, has_weights):
+    if not mistake:
+        assert run(is_right, 2, 1, mistake, has_weights, seed=1) == [True, True]
+        return
+    for seed in range(8):
+        if False in run(is_right, 2, 1, mistake, has_weights, seed=seed):
+            return
+    pytest.fail(f"with every seed the rows were right all the same: {mistake}")
