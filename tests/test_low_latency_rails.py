@@ -301,6 +301,9 @@ def disagree(group, odd):
 def test_another_call_on_one_rank_is_named_with_both(odd):
     for seen in launch(disagree, 4, odd, backend="threads"):
         for kind, text in seen:
+            if kind == "PeerFailed":  # a notice came before its reason
+                assert "was overwritten" in text or "gave up: CallMismatch" in text
+                continue
             assert kind == "CallMismatch"
             assert "low-latency dispatch(" in text
             assert "low-latency combine(" in text
