@@ -55,9 +55,9 @@ class Communicator(Status):
             `torch.distributed`; a baseline).
         topology: where the ranks are: hosts, domains, rails; None: as found. Equal on all ranks. Ranks of one domain
             must address each other's memory; ranks of different domains may, so any grid can be tried on one host.
-        algorithm: how throughput calls cross between domains: `hierarchical` (a token once per domain, to a rank there
-            that passes it on), `direct` (to each of its ranks), or `auto`: what moves fewer bytes, call by call. CUDA
-            tensors go `direct`.
+        algorithm: how calls cross between domains: `hierarchical` (a token once per domain, to a rank there: throughput
+            passes it on, low latency reads it there), `direct` (to each of its ranks), or `auto`: what moves fewer
+            bytes, in throughput mode call by call. CUDA tensors go `direct`.
         codec: number format of rows on the wire; `none`.
         max_in_flight: calls that may be begun and not waited for, 1 to 8.
         timeout: how long one wait for the peers may last.

@@ -49,8 +49,10 @@ def _details(session: Session, mode: str, algorithm: Algorithm) -> list[str]:
     """What there is to say of a mode's algorithm."""
     if algorithm.refusal:
         return [f"{algorithm.refusal}."]
-    if mode != "throughput" or session.hops is None or session.topology.num_domains == 1:
+    if session.hops is None or session.topology.num_domains == 1:
         return []
+    if mode != "throughput":
+        return _promised(session.hops)
     if not session.device.is_host:
         return [f"tensors on {session.device.kind} cross between domains from rank to rank"]
     return _choices(session.hops)
@@ -59,6 +61,20 @@ def _details(session: Session, mode: str, algorithm: Algorithm) -> list[str]:
 def _choices(hops: Hops) -> list[str]:
     made = [_choice(choice) for choice in hops.choices.values()]
     return [_WAYS[hops.way], *(made or ["no call so far"])]
+
+
+def _promised(hops: Hops) -> list[str]:
+    promise = hops.promise
+    if promise is None:
+        return []
+    rails, direct = f"{promise.hierarchical_rows:.3g}", f"{promise.direct_rows:.3g}"
+    if promise.is_hierarchical:
+        how = f"over rails: a token of evenly chosen experts crosses {rails} times; from rank to rank {direct} times"
+    elif hops.way == "direct":
+        how = f"from rank to rank: a token of evenly chosen experts crosses {direct} times; over rails {rails} times"
+    else:
+        how = f"domains are single ranks: a token of evenly chosen experts crosses {direct} times, whatever the way"
+    return [f"dispatch {how}", "combine from rank to rank: a row per route; reduce='per_host': as in throughput mode"]
 
 
 def _choice(choice: Choice) -> str:

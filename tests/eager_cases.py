@@ -109,6 +109,7 @@ class Receiver:
     alignment: int
     num_rows: int
     shift: int = 0
+    domain_of: tuple | None = None
 
     def __post_init__(self):
         num_local = self.world.num_local(self.rank)
@@ -120,7 +121,7 @@ class Receiver:
 
     def receive(self, windows, inputs):
         world = self.world
-        home = Home(self.rank, world.expert_rank, world.expert_local, self.tokens_per_expert)
+        home = Home(self.rank, world.expert_rank, world.expert_local, self.tokens_per_expert, *self.domain())
         num_topk = inputs.ids[0].shape[1]
         form = Form(num_topk, inputs.row_bytes, inputs.value_bytes, self.capacity, self.alignment, self.num_rows)
         return self.kernels.receive_eager(
@@ -132,6 +133,13 @@ class Receiver:
             self.values.address if self.value_bytes else 0,
             self.used,
         )
+
+    def domain(self):
+        """Experts of my domain, and sources whose message is one for all of it: those of other domains."""
+        if self.domain_of is None:
+            return None, None
+        domains = torch.tensor(self.domain_of)
+        return domains[self.world.expert_rank.long()] == domains[self.rank], domains != domains[self.rank]
 
     @property
     def everything(self):

@@ -39,15 +39,14 @@ class _Far:
             ctypes.memmove(self.addresses(region)[rank] + offset, data, len(data))
         super().signal(rank, slot, n)
 
-    def post(self, region, offset, address, nbytes, slot, n):
-        for step in range(1, self.num_ranks + 1):
-            rank = (self.rank + step) % self.num_ranks
+    def post(self, region, offset, address, nbytes, slot, n, ranks=None):
+        for rank in self._everyone() if ranks is None else ranks:
             self.put(region, offset, address, nbytes, rank)
             self.signal(rank, slot, n)
 
     def signal_all(self, slot, n):
-        for step in range(1, self.num_ranks + 1):
-            self.signal((self.rank + step) % self.num_ranks, slot, n)
+        for rank in self._everyone():
+            self.signal(rank, slot, n)
 
 
 class FarLocalTransport(_Far, LocalTransport):

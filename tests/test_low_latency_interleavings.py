@@ -218,7 +218,9 @@ class Ranks:
 
 def losses(monkeypatch, num_ranks, depth, num_windows, with_combines):
     """How often what was received was not what was sent, over all orders."""
-    monkeypatch.setattr(eager, "Windows", lambda exchange, sizes, **_: Windows(exchange, sizes, num_windows))
+    monkeypatch.setattr(
+        eager, "Windows", lambda exchange, sizes, *, holders, **_: Windows(exchange, sizes, num_windows, holders)
+    )
     options = {"num_experts": 3, "hidden": 4, "max_in_flight": depth, "max_tokens_per_rank": 2}
     with in_one_thread(num_ranks, **options) as comms:
         ranks = Ranks(comms, with_combines)

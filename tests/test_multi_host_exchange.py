@@ -76,6 +76,30 @@ def test_rows_cross_the_wire_once(ranks):
     assert rows <= on_wire < 1.05 * rows
 
 
+def count_low_latency_bytes(group, transport):
+    """Bytes on the wire of a low-latency dispatch whose tokens choose an expert of each rank, and those of rows that
+    must cross."""
+    num_tokens, hidden = 32, 8192
+    options = {"num_experts": group.size, "hidden": hidden, "num_topk": group.size, "max_tokens_per_rank": num_tokens}
+    with moecomm.Communicator(group, transport=transport, **options) as comm:
+        x = torch.ones(num_tokens if comm.rank == 0 else 0, hidden)
+        idx = torch.arange(group.size).expand(x.shape[0], group.size).contiguous()
+        for _ in range(2):
+            received = comm.dispatch(x, idx, mode="low_latency")
+            assert int(received.num_tokens_per_expert.sum()) == num_tokens
+        group.all_gather(None)
+        before, counted = sent_bytes(), comm.stats["bytes_between_hosts"]
+        comm.dispatch(x, idx, mode="low_latency")
+        group.all_gather(None)
+        counted = comm.stats["bytes_between_hosts"] - counted
+        return sent_bytes() - before, counted, x.nbytes * (comm.topology.num_domains - 1)
+
+
+def test_rows_of_low_latency_calls_cross_once_per_host(ranks):
+    on_wire, counted, rows = ranks.run(count_low_latency_bytes, ranks.several)[0]
+    assert rows <= counted <= on_wire < 1.05 * rows
+
+
 def lose(group, transport):
     comm = moecomm.Communicator(group, num_experts=group.size, hidden=8, num_topk=1, transport=transport)
     x, idx = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64)

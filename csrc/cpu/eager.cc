@@ -148,12 +148,17 @@ class Receiver {
             const char* const window = reinterpret_cast<const char*>(args_.windows[source]);
             const char* row = window + parts.rows;
             const int32_t* token_ids = ids(source);
+            const bool is_shared = args_.domain_sources != nullptr && args_.domain_sources[source] != 0;
             for (int64_t t = 0; t < args_.num_tokens[source]; ++t, token_ids += args_.num_topk) {
-                bool is_here = false;
+                bool has_row = false;
                 for (int64_t k = 0; k < args_.num_topk; ++k) {
                     const int32_t e = token_ids[k];
-                    if (e < 0 || args_.expert_rank[e] != args_.rank) continue;
-                    is_here = true;
+                    if (e < 0) continue;
+                    if (args_.expert_rank[e] != args_.rank) {
+                        has_row = has_row || (is_shared && args_.domain_experts[e] != 0);
+                        continue;
+                    }
+                    has_row = true;
                     const int64_t place = next[e]++;
                     std::memcpy(args_.rows + place * args_.row_bytes, row, static_cast<size_t>(args_.row_bytes));
                     if (args_.values == nullptr) continue;
@@ -161,7 +166,7 @@ class Receiver {
                                 window + parts.values + (t * args_.num_topk + k) * args_.value_bytes,
                                 static_cast<size_t>(args_.value_bytes));
                 }
-                if (is_here) row += args_.row_bytes;
+                if (has_row) row += args_.row_bytes;
             }
         }
     }

@@ -3,9 +3,9 @@
 //   message in a window   ids [T, K] int32 | values [T, K] (none, float or double) | rows [n, H]
 //
 // T is the source's, each part begins at a multiple of 64 bytes, and n counts the source's tokens that have an expert
-// at the destination, in token order: each such row travels once, however many experts want it there. Every message
-// holds all ids of its source, so every rank knows every count and can place its own rows, also those that others
-// receive.
+// at the destination, in token order: each such row travels once, however many experts want it there. A destination is
+// a rank, or a domain whose ranks all read the same message. Every message holds all ids of its source, so every rank
+// knows every count and can place its own rows, also those that others receive.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,9 @@
 
 namespace moecomm {
 
-// Writes my message into my window at every rank. Checks all ids first and then writes; ids_out [T, K] gets a copy.
-// values is [T, K] of value_bytes each (0 = none). Returns the fingerprint that count_routes gives.
+// Writes my message into my window at every destination; routing says which one an expert belongs to, in place of its
+// rank. Checks all ids first and then writes; ids_out [T, K] gets a copy. values is [T, K] of value_bytes each (0 =
+// none). Returns the fingerprint that count_routes gives.
 int64_t send_eager(const Routing& routing, const Rows& rows, const char* values, int64_t value_bytes,
                    const Addresses& windows, int32_t* ids_out);
 
@@ -28,7 +29,9 @@ struct EagerReceive {
     const int32_t* expert_rank;   // [E]
     const int32_t* expert_local;  // [E]
     int64_t num_experts;
-    int64_t rank;  // mine
+    int64_t rank;                   // mine
+    const uint8_t* domain_experts;  // [E]: 1 = of my domain; only read if a message is my domain's
+    const uint8_t* domain_sources;  // [R]: 1 = the source's message is my domain's, 0 = mine; nullptr = all are mine
     int64_t row_bytes;
     int64_t value_bytes;             // 0 = no values
     int64_t capacity;                // rows per expert (slab), or 0: experts follow each other (expert_major)

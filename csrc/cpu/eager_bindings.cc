@@ -28,10 +28,10 @@ void bind_eager(py::module_& m) {
     });
     m.def("receive_eager",
           [](const Addresses& windows, const std::vector<int64_t>& num_tokens, uint64_t expert_rank,
-             uint64_t expert_local, int64_t num_experts, int64_t rank, int64_t num_topk, int64_t row_bytes,
-             int64_t value_bytes, int64_t capacity, int64_t alignment, int64_t num_rows, uint64_t rows, uint64_t values,
-             uint64_t used, uint64_t counts, uint64_t routes, uint64_t num_tokens_per_expert, uint64_t offsets,
-             uint64_t tokens_per_expert) {
+             uint64_t expert_local, int64_t num_experts, int64_t rank, uint64_t domain_experts, uint64_t domain_sources,
+             int64_t num_topk, int64_t row_bytes, int64_t value_bytes, int64_t capacity, int64_t alignment,
+             int64_t num_rows, uint64_t rows, uint64_t values, uint64_t used, uint64_t counts, uint64_t routes,
+             uint64_t num_tokens_per_expert, uint64_t offsets, uint64_t tokens_per_expert) {
               EagerOverflow overflow{};
               {
                   const py::gil_scoped_release release;
@@ -42,6 +42,8 @@ void bind_eager(py::module_& m) {
                                             at<const int32_t>(expert_local),
                                             num_experts,
                                             rank,
+                                            at<const uint8_t>(domain_experts),
+                                            at<const uint8_t>(domain_sources),
                                             row_bytes,
                                             value_bytes,
                                             capacity,

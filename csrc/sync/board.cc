@@ -116,9 +116,10 @@ bool SignalBoard::reached(int slot, std::uint64_t at_least) const {
     return true;
 }
 
-std::uint64_t SignalBoard::lane(int slot, int source) const {
-    MC_CHECK(source >= 0 && source < num_ranks_ && slot >= 0 && slot < num_slots_, "lane: out of range");
-    return counter(rank_, slot, source).load(std::memory_order_acquire);
+std::uint64_t SignalBoard::lane_at(int slot, int rank, int source) const {
+    const auto is_rank = [&](int number) { return number >= 0 && number < num_ranks_; };
+    MC_CHECK(is_rank(rank) && is_rank(source) && has_slot(slot), "lane: out of range");
+    return counter(rank, slot, source).load(std::memory_order_seq_cst);
 }
 
 std::uint64_t SignalBoard::total(int slot) const {
@@ -220,11 +221,55 @@ WaitStatus SignalBoard::wait(int slot, std::uint64_t at_least, std::int64_t time
     }
 }
 
+WaitStatus SignalBoard::wait_at(int slot, const std::vector<std::pair<int, int>>& lanes, std::uint64_t at_least,
+                                std::int64_t timeout_ns) {
+    std::size_t next = 0;  // those before it have arrived
+    const auto all_arrived = [&] {
+        while (next < lanes.size() && lane_at(slot, lanes[next].first, lanes[next].second) >= at_least) ++next;
+        return next == lanes.size();
+    };
+    if (all_arrived()) return WaitStatus::kReached;
+    const std::int64_t start = now_ns();
+    const int first = lanes[next].second;
+    const auto ended = [&](WaitStatus status) {
+        note_wait(first, start);
+        return status;
+    };
+    if (spin_ns_ > 0 && timeout_ns > 0) {
+        const std::int64_t spin_until = start + (spin_ns_ < timeout_ns ? spin_ns_ : timeout_ns);
+        do {
+            for (int i = 0; i < 32; ++i) {
+                poll_ ? poll_(false) : relax();
+                if (all_arrived()) return ended(WaitStatus::kReached);
+            }
+        } while (now_ns() < spin_until);
+        if (poll_) poll_(true);
+    }
+    for (;;) {
+        // Whoever adds to a lane of that board rings its doorbell.
+        const int owner = lanes[next].first;
+        Header& there = header(owner);
+        there.sleepers.fetch_add(1, std::memory_order_seq_cst);
+        const std::uint32_t seen = there.doorbell.load(std::memory_order_seq_cst);
+        const bool gone_before = has_gone(owner);
+        const std::int64_t left = start + timeout_ns - now_ns();
+        const bool sleeps = lane_at(slot, owner, lanes[next].second) < at_least && !gone_before && left > 0;
+        if (sleeps) futex_wait(there.doorbell, seen, left < kSliceNs ? left : kSliceNs);
+        there.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+        if (all_arrived()) return ended(WaitStatus::kReached);
+        if (gone_before && lanes[next].first == owner) return ended(WaitStatus::kLost);
+        if (left <= 0) return ended(WaitStatus::kTimeout);
+    }
+}
+
+bool SignalBoard::has_gone(int peer) const {
+    return header(peer).departed.load(std::memory_order_acquire) != 0 || !processes_[peer].alive();
+}
+
 std::vector<int> SignalBoard::gone() const {
     std::vector<int> ranks;
     for (int peer = 0; peer < num_ranks_; ++peer)
-        if (header(peer).departed.load(std::memory_order_acquire) != 0 || !processes_[peer].alive())
-            ranks.push_back(peer);
+        if (has_gone(peer)) ranks.push_back(peer);
     return ranks;
 }
 

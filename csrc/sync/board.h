@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "memory/mapping.h"
@@ -44,8 +45,13 @@ class SignalBoard {
     // Waits until every lane of my `slot` is at least `at_least`; at most `timeout_ns`. My loads after it see the
     // stores that the sources made before they signalled. kLost: a rank whose lane is behind has gone.
     WaitStatus wait(int slot, std::uint64_t at_least, std::int64_t timeout_ns);
+    // The same for lanes of others' boards, which must be mapped here: pairs of a rank and a source. kLost: the rank
+    // whose lane is behind has gone.
+    WaitStatus wait_at(int slot, const std::vector<std::pair<int, int>>& lanes, std::uint64_t at_least,
+                       std::int64_t timeout_ns);
     bool reached(int slot, std::uint64_t at_least) const;
-    std::uint64_t lane(int slot, int source) const;
+    std::uint64_t lane(int slot, int source) const { return lane_at(slot, rank_, source); }
+    std::uint64_t lane_at(int slot, int rank, int source) const;
     // The sum of all lanes of my slot.
     std::uint64_t total(int slot) const;
     // The sum of all lanes of so many of my slots; more than `beyond` ends the wait. Whether a rank has gone is not
@@ -68,6 +74,7 @@ class SignalBoard {
     Header& header(int rank) const;
     std::atomic<std::uint64_t>& counter(int rank, int slot, int source) const;
     void ring(int rank);
+    bool has_gone(int peer) const;
     bool lost(int slot, std::uint64_t at_least) const;
     void note_wait(int source, std::int64_t start_ns);
     bool all_arrived(int slot, std::uint64_t at_least, std::int64_t start_ns, std::vector<int>& late);

@@ -23,4 +23,10 @@ CardState read_cards(const CardLayout& layout, int first, int num_columns, const
     return is_recorded ? CardState::kAgreeAndRecorded : CardState::kAgree;
 }
 
+void file_card(std::uint64_t source, std::uint64_t target, std::size_t nbytes, std::int64_t sequence) {
+    const auto* const card = reinterpret_cast<const std::int64_t*>(source);
+    const bool is_written = card[1] != 0;  // an operation is no 0; untouched memory would look like call 0
+    if (card[0] == sequence && is_written) std::memcpy(reinterpret_cast<void*>(target), card, nbytes);
+}
+
 }  // namespace moecomm

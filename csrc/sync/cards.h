@@ -1,6 +1,7 @@
 // Cards: what every rank says when it begins a call, as 64-bit words that lie side by side, one card per source rank.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -22,5 +23,9 @@ enum class CardState { kDiffer = 0, kAgree = 1, kAgreeAndRecorded = 2 };
 // the other, what all ranks wrote into the num_columns words from `first` on, each plus its rank's base (none = 0).
 CardState read_cards(const CardLayout& layout, int first, int num_columns, const std::vector<std::int64_t>& bases,
                      std::vector<std::int64_t>& columns);
+
+// Copies a card that came at the head of a message to its place, if it is of this call: what a source sends otherwise
+// stands there already.
+void file_card(std::uint64_t source, std::uint64_t target, std::size_t nbytes, std::int64_t sequence);
 
 }  // namespace moecomm

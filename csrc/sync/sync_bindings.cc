@@ -49,6 +49,11 @@ void bind_sync(py::module_& m) {
         }
         return py::make_tuple(static_cast<int>(state), columns);
     });
+    m.def("file_cards", [](const std::vector<std::uint64_t>& sources, const std::vector<std::uint64_t>& targets,
+                           std::size_t nbytes, std::int64_t sequence) {
+        MC_CHECK(sources.size() == targets.size(), "file_cards: one target per source");
+        for (std::size_t i = 0; i < sources.size(); ++i) file_card(sources[i], targets[i], nbytes, sequence);
+    });
     py::class_<SignalBoard, std::shared_ptr<SignalBoard>>(m, "SignalBoard",
                                                           "Counters by which ranks tell each other how far they are.")
         .def_static("board_bytes", &SignalBoard::board_bytes, py::arg("num_ranks"), py::arg("num_slots"))
@@ -76,6 +81,14 @@ void bind_sync(py::module_& m) {
                                           [&](std::int64_t slice) { return self.wait(slot, at_least, slice); });
             },
             py::arg("slot"), py::arg("at_least"), py::arg("timeout"))
+        .def(
+            "wait_at",
+            [](SignalBoard& self, int slot, const std::vector<std::pair<int, int>>& lanes, std::uint64_t at_least,
+               double timeout) {
+                return wait_interruptible(
+                    timeout, [&](std::int64_t slice) { return self.wait_at(slot, lanes, at_least, slice); });
+            },
+            py::arg("slot"), py::arg("lanes"), py::arg("at_least"), py::arg("timeout"))
         .def("traffic", &SignalBoard::traffic, py::arg("first_slot"), py::arg("num_slots"))
         .def(
             "wait_traffic",
@@ -87,6 +100,7 @@ void bind_sync(py::module_& m) {
             py::arg("first_slot"), py::arg("num_slots"), py::arg("beyond"), py::arg("timeout"))
         .def("reached", &SignalBoard::reached, py::arg("slot"), py::arg("at_least"))
         .def("lane", &SignalBoard::lane, py::arg("slot"), py::arg("source"))
+        .def("lane_at", &SignalBoard::lane_at, py::arg("slot"), py::arg("rank"), py::arg("source"))
         .def("waited_ns", &SignalBoard::waited_ns)
         .def("longest_wait_ns", &SignalBoard::longest_wait_ns)
         .def("gone", &SignalBoard::gone)

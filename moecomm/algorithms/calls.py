@@ -50,6 +50,8 @@ class Phase(NamedTuple):
         is_stream: the step does what it can whenever something comes in, and never waits itself.
         orders_device: the same holds between the devices of the ranks, where work is done later than it is given:
             what this phase gives comes after what every rank's device was given before the counter.
+        reads_holders: the step reads messages that other ranks hold for this one, so the counters there must have come
+            as far; see message_holders.py.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Phase(NamedTuple):
     run: Callable[[Any], Any]
     is_stream: bool = False
     orders_device: bool = True
+    reads_holders: bool = False
 
 
 class Call:

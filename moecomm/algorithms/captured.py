@@ -63,12 +63,11 @@ class Captured(Algorithm):
         self._device = device
         self.queue = queue
         self.placement = exchange.placement
-        self._refusal = ""
         self._sizes, needed, total = self._fitting(sizes, max_in_flight)
         most = exchange.smallest_limit // 4
         if total > most:
             # All exists at once there, and who never makes such a call should not pay for it.
-            self._refusal = (
+            self.refusal = (
                 f"mode 'low_latency' would take {total} bytes of {device.kind} memory for windows of "
                 f"max_tokens_per_rank={sizes.max_tokens_per_rank} tokens, and may take {most}, a quarter of the "
                 "memory_limit; construct the Communicator with a smaller max_tokens_per_rank or a larger memory_limit"
@@ -78,8 +77,8 @@ class Captured(Algorithm):
         self.kernels = self._make_kernels(needed, max_in_flight, timeout)
         exchange.device_calls = DeviceCalls(queue, self.kernels, exchange.transport, timeout)
         exchange.captured = self.kernels
-        if not self._refusal:
-            self._hosted = Eager(exchange, self._sizes, max_in_flight)
+        if not self.refusal:
+            self._hosted = Eager(exchange, exchange.topology, self._sizes, max_in_flight)
             self.pool = BlockPool(exchange, queue, self.kernels)
             exchange.memory.reclaim = self.pool.release
 
@@ -149,8 +148,8 @@ class Captured(Algorithm):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def check_size(self, num_tokens: int) -> None:
-        if self._refusal:
-            raise ValueError(self._refusal)
+        if self.refusal:
+            raise ValueError(self.refusal)
         self._sizes.check(num_tokens)
 
     def check_rows(self, layout: str, capacity: int, row_format: RowFormat) -> None:

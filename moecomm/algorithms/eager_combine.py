@@ -8,6 +8,7 @@ from moecomm.algorithms.base import Returned
 from moecomm.algorithms.calls import LANE_BEGUN, Call, Phase
 from moecomm.algorithms.eager_windows import EagerTools
 from moecomm.algorithms.homecoming import Homecoming
+from moecomm.algorithms.mailbox import Parcel
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, words_of
 from moecomm.codecs.base import RowFormat
@@ -85,12 +86,23 @@ class EagerCombine:
                 missing = missing or plane.nbytes
             offsets += (offset,)
             kept += (keeper,)
-        if self.far is not None and windows.landings is not None:
-            landing = self.window * windows.landing_bytes
-            sources = [plane.data_ptr() for plane in self.planes]
-            self.far.send(sources, windows.landings, [landing] * exchange.transport.num_ranks)
-        exchange.sequencer.send_card(call, offsets, missing, exchange.memory.fixed_limit, refused=missing > 0)
+        parcels = [] if self.far is None else self._send_home(self.far)
+        limit, refused = exchange.memory.fixed_limit, missing > 0
+        exchange.sequencer.send_card(call, offsets, missing, limit, refused=refused, parcels=parcels)
         windows.kept[self.window] = kept
+
+    def _send_home(self, far: Homecoming) -> list[Parcel]:
+        """Sends what has no room in my windows at far ranks; gives the messages with the rest, which bring the card."""
+        exchange, windows, *_ = self.tools
+        parcels, sources = [], [plane.data_ptr() for plane in self.planes]
+        for home in exchange.reach.far:
+            address = windows.outbox(home)
+            nbytes = far.pack_for(home, sources, address, windows.room)
+            if nbytes <= windows.room:
+                parcels.append(windows.parcel(self.window, home, nbytes))
+            elif windows.landings is not None:
+                far.send_to(home, sources, windows.landings, self.window * windows.landing_bytes)
+        return parcels
 
     def _share(self, plane: torch.Tensor, row_bytes: int) -> tuple[int, object | None]:
         """Where peers can read the plane, and what keeps it there; (0, None) if there is no space for it."""
@@ -147,6 +159,7 @@ class EagerCombine:
             where[exchange.rank] = plane.data_ptr()
         if windows.landings is not None:
             far.readdress(addresses, windows.landings.address + self.window * windows.landing_bytes)
+            far.readdress_packed(addresses, windows.slots[self.window], windows.room)
         (routes,) = far.make_routes()
         return routes
 

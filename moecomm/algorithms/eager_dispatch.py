@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from moecomm import _C
@@ -10,6 +9,7 @@ from moecomm.algorithms.base import Arrival
 from moecomm.algorithms.calls import LANE_BEGUN, Call, Phase
 from moecomm.algorithms.eager_windows import EagerTools
 from moecomm.algorithms.fixed_blocks import FixedBlock
+from moecomm.algorithms.mailbox import Parcel
 from moecomm.algorithms.plan import overflow_message
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation, origin_of
@@ -71,7 +71,7 @@ class EagerDispatch:
         self.rooms = counts, routes, queue.room(call, local, torch.int32), queue.room(call, local, torch.int32)
 
     def _send(self) -> None:
-        exchange, windows, _, kernels, _ = self.tools
+        exchange, windows, _, kernels, _, holders = self.tools
         call = self.call
         exchange.sequencer.await_readers(call)
         self.window = call.sequence % windows.num_windows
@@ -86,29 +86,33 @@ class EagerDispatch:
             rows,
             self.routing.topk_idx,
             self.topk_weights,
-            exchange.expert_rank,
+            holders.expert_holder,
             windows.outgoing[self.window],
         )
-        if exchange.reach.far:
-            self._send_far(rows)
-        exchange.sequencer.send_card(call, (rows.shape[0],), need, exchange.memory.fixed_limit, refused=leased is None)
+        # A message brings the card along; the others get it by itself.
+        parcels = self._far_messages() if holders.far else []
+        limit, refused = exchange.memory.fixed_limit, leased is None
+        exchange.sequencer.send_card(call, (rows.shape[0],), need, limit, refused=refused, parcels=parcels)
         self.leased = leased
 
-    def _send_far(self, rows: torch.Tensor) -> None:
-        """Sends far ranks their messages, which lie here so far."""
-        exchange, windows, *_ = self.tools
-        form = self.form.kernel
-        num_tokens = rows.shape[0]
-        ids = self.ids.numpy()
-        ranks = np.where(ids >= 0, exchange.placement.rank_of_expert[ids], -1)
-        head = message_bytes(num_tokens, form.num_topk, 0, form.value_bytes)
-        for rank in exchange.reach.far:
-            num_rows = int(np.count_nonzero((ranks == rank).any(axis=1)))
-            windows.send_far(self.window, rank, head + num_rows * form.row_bytes)
-            exchange.hops.between += head + num_rows * form.row_bytes
+    def _far_messages(self) -> list[Parcel]:
+        """Counts the messages to other domains; gives those that lie here so far."""
+        exchange, windows, holders, form = *self.tools[:2], self.tools.holders, self.form.kernel
+        experts, num_holders = exchange.placement.num_experts, len(holders.holders)
+        counts = torch.empty(experts + num_holders, dtype=torch.int32)
+        exchange.kernels.count_routes(self.ids, holders.expert_holder, num_holders, counts)
+        head = message_bytes(self.ids.shape[0], form.num_topk, 0, form.value_bytes)
+        parcels = []
+        for place in holders.far:
+            nbytes = head + int(counts[experts + place]) * form.row_bytes
+            exchange.hops.between += nbytes
+            holder = holders.holders[place]
+            if holder in exchange.reach.far:
+                parcels.append(windows.parcel(self.window, holder, nbytes))
+        return parcels
 
     def _receive(self) -> None:
-        exchange, windows, _, kernels, home = self.tools
+        exchange, windows, _, kernels, home, _ = self.tools
         routing, form, leased = self.routing, self.form, self.leased
         (num_tokens,) = exchange.offsets(self.call, 1)
         assert leased is not None
@@ -147,4 +151,4 @@ class EagerDispatch:
         what = f"expert {overflow.index}" if self.form.kernel.capacity else f"rank {overflow.index}"
         return CapacityExceeded(f"{self.call.title}: {overflow_message(what, overflow.need, overflow.room)}")
 
-    _phases = (Phase("send", None, _send), Phase("receive", LANE_BEGUN, _receive))
+    _phases = (Phase("send", None, _send), Phase("receive", LANE_BEGUN, _receive, reads_holders=True))

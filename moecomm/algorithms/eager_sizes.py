@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from moecomm.algorithms.mailbox import CARD_HEAD_BYTES
 from moecomm.algorithms.plan import BlockLayout, Layout, block_layout
 from moecomm.algorithms.signature import Words, shape_words
 from moecomm.codecs.base import RowFormat
@@ -124,8 +125,9 @@ class EagerSizes:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of one window for one source: a message of the widest rows and weights."""
-        return message_bytes(self.max_tokens_per_rank, self.max_topk, self.row_bytes, _WIDEST_NUMBER)
+        """Bytes of one window for one source: a card, and a message of the widest rows and weights."""
+        message = message_bytes(self.max_tokens_per_rank, self.max_topk, self.row_bytes, _WIDEST_NUMBER)
+        return CARD_HEAD_BYTES + message
 
     @property
     def row_bytes(self) -> int:

@@ -68,8 +68,8 @@ class FarRows:
         layout, expert_alignment, capacity: of the rows at their destinations.
 
     Attributes:
-        bases: `[E]` (flat: `[R]`) int64, as in `Plan`, but counted from the start of the part for far ranks.
         starts: `[R]`: the packed row at which each far rank's part begins; 0 for the others.
+        sizes: `[R]`: packed rows of each far rank; 0 of the others.
         num_rows: packed rows in all.
     """
 
@@ -92,14 +92,19 @@ class FarRows:
         self._placement = placement
         self._counts = counts[source]
         self._there, self._packed = there.bases, packed.bases
-        is_far = np.zeros(placement.num_ranks, dtype=bool)
-        is_far[list(far)] = True
-        self.bases = np.where(is_far if self._is_flat else is_far[placement.rank_of_expert], packed.bases, there.bases)
-        self.starts = [0] * placement.num_ranks
+        self.starts, self.sizes = [0] * placement.num_ranks, [0] * placement.num_ranks
         self.num_rows = 0
         for rank in far:
             self.starts[rank] = self.num_rows
+            self.sizes[rank] = packed.rows_per_rank[rank]
             self.num_rows += packed.rows_per_rank[rank]
+
+    @property
+    def bases(self) -> npt.NDArray[np.int64]:
+        """`[E]` (flat: `[R]`), as in `Plan`, but counted from the start of the part for far ranks."""
+        is_far = np.zeros(self._placement.num_ranks, dtype=bool)
+        is_far[list(self._far)] = True
+        return np.where(is_far if self._is_flat else is_far[self._placement.rank_of_expert], self._packed, self._there)
 
     def routes(
         self, kernels: RowKernels, topk_idx: torch.Tensor, expert_rank: torch.Tensor, bases: torch.Tensor
@@ -117,16 +122,11 @@ class FarRows:
 
     def runs(self, rank: int) -> list[Run]:
         """The runs of the part of a far rank."""
-        start = self.starts[rank]
-        if self._is_flat:
-            columns, first_count = [rank], self._placement.num_experts
-        else:
-            columns, first_count = list(self._placement.local_experts(rank)), 0
-        return [
-            (int(self._there[c]), start + int(self._packed[c]), int(self._counts[first_count + c]))
-            for c in columns
-            if self._counts[first_count + c]
-        ]
+        start, first_count = self.starts[rank], self._placement.num_experts if self._is_flat else 0
+        first, end = (rank, rank + 1) if self._is_flat else self._placement.expert_range(rank)
+        there, packed = self._there[first:end].tolist(), self._packed[first:end].tolist()
+        counts = self._counts[first_count + first : first_count + end].tolist()
+        return [(row, start + place, count) for row, place, count in zip(there, packed, counts, strict=True) if count]
 
     def addresses(self, memory: int, plane_bytes: Sequence[int]) -> list[dict[int, int]]:
         """Per plane, the address at which each far rank's part begins in `memory`, laid out by `block_layout`."""

@@ -69,19 +69,36 @@ class Homecoming:
             region: where they land; on a device, receive memory.
             landings: per rank, the offset of its memory for them.
         """
-        exchange, me = self._exchange, self._exchange.rank
-        for home in exchange.reach.far:
-            theirs = self._rows_of(home)
-            offsets = block_layout(theirs.num_rows, self._plane_bytes).offsets
-            runs = theirs.runs(me)
-            for source, offset, nbytes in zip(sources, offsets, self._plane_bytes, strict=True):
-                landing = landings[home] + offset
-                if not nbytes:
-                    continue
-                if exchange.device.is_host:
-                    self._put(source, nbytes, region, landing, runs, home)
-                else:
-                    exchange.put(source, runs_of_rows(home, landing, runs, nbytes))
+        for home in self._exchange.reach.far:
+            self.send_to(home, sources, region, landings[home])
+
+    def send_to(self, home: int, sources: Sequence[int], region: Region, landing: int) -> None:
+        """Sends the rows of one far rank's tokens."""
+        exchange, theirs = self._exchange, self._rows_of(home)
+        offsets = block_layout(theirs.num_rows, self._plane_bytes).offsets
+        runs = theirs.runs(exchange.rank)
+        for source, offset, nbytes in zip(sources, offsets, self._plane_bytes, strict=True):
+            if not nbytes:
+                continue
+            if exchange.device.is_host:
+                self._put(source, nbytes, region, landing + offset, runs, home)
+            else:
+                exchange.put(source, runs_of_rows(home, landing + offset, runs, nbytes))
+
+    def pack_for(self, home: int, sources: Sequence[int], address: int, room: int) -> int:
+        """Writes the rows of one far rank's tokens behind each other, if there is room; gives their bytes."""
+        theirs, me = self._rows_of(home), self._exchange.rank
+        offsets, total = block_layout(theirs.sizes[me], self._plane_bytes)
+        if total > room:
+            return total
+        runs = theirs.runs(me)
+        for rows, offset, nbytes in zip(sources, offsets, self._plane_bytes, strict=True):
+            to = address + offset
+            for first, _, count in runs:
+                ctypes.memmove(to, rows + first * nbytes, count * nbytes)
+                to += count * nbytes
+        self._exchange.hops.between += total
+        return total
 
     def _put(self, rows: int, row_bytes: int, region: Region, landing: int, runs: Sequence[Run], home: int) -> None:
         """Puts runs that lie apart here and behind each other at home; short ones together, as one message."""
@@ -109,6 +126,14 @@ class Homecoming:
         for where, parts in zip(addresses, self._mine.addresses(landing, self._plane_bytes), strict=True):
             for rank, part in parts.items():
                 where[rank] = part
+
+    def readdress_packed(self, addresses: list[list[int]], packed: Sequence[int], room: int) -> None:
+        """The same for ranks whose rows fit into `room`, which `pack_for` has written: where those begin, by rank."""
+        for rank in self._exchange.reach.far:
+            offsets, total = block_layout(self._mine.sizes[rank], self._plane_bytes)
+            if total <= room:
+                for where, offset in zip(addresses, offsets, strict=True):
+                    where[rank] = packed[rank] + offset
 
 
 def runs_of_rows(home: int, landing: int, runs: Sequence[Run], row_bytes: int) -> list[FarRun]:

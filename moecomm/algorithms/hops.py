@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
-__all__ = ["WAYS", "Choice", "Hops", "Way"]
+__all__ = ["WAYS", "Choice", "Hops", "Promise", "Way"]
 
 Way = Literal["auto", "direct", "hierarchical"]
 WAYS: tuple[str, ...] = get_args(Way)
@@ -27,6 +27,21 @@ class Choice:
     hierarchical_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """How low-latency calls go: fixed when the communicator is made, since they do not know each other's counts.
+
+    Attributes:
+        is_hierarchical: over rails; else from rank to rank.
+        direct_rows, hierarchical_rows: of either way, how often a token of mine crosses between domains in a dispatch,
+            on average over all choices of K different experts.
+    """
+
+    is_hierarchical: bool
+    direct_rows: float
+    hierarchical_rows: float
+
+
 class Hops:
     """Of one rank.
 
@@ -35,7 +50,10 @@ class Hops:
         between: payload bytes that this rank has put to ranks of other domains.
         forwarded: payload bytes that it has passed on inside its domain, to itself as well.
         choices: the last one by kind of call.
+        promise: how low-latency calls go; None where there are none, or no other domain.
     """
+
+    promise: Promise | None = None
 
     def __init__(self, way: Way = "auto") -> None:
         self.way = way

@@ -13,6 +13,7 @@ overwritten before it is read; the mark says whether it concerned the call, and 
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,9 +23,9 @@ import numpy.typing as npt
 import torch
 
 from moecomm import _C
-from moecomm.transports.base import Transport
+from moecomm.transports.base import Region, Transport
 
-__all__ = ["MAX_PLANES", "Card", "Grant", "Mailbox", "Notice"]
+__all__ = ["CARD_HEAD_BYTES", "MAX_PLANES", "Card", "Grant", "Mailbox", "Notice", "Parcel"]
 
 MAX_PLANES = 4
 _LINE = 64
@@ -40,6 +41,27 @@ _NOTICE = struct.Struct("3q1000s")
 _NOTICE_TEXT_BYTES = 1000
 _NUM_NOTICES = 32
 _NUM_MARKS = 1024
+
+
+CARD_HEAD_BYTES = -(-_CARD.size // _LINE) * _LINE
+"""What a card without counts takes in front of a message."""
+
+
+class Parcel(NamedTuple):
+    """A message on its way to a rank that has no address here; the card of the call goes in front.
+
+    Attributes:
+        rank: to whom.
+        region, offset: where it belongs there.
+        address: where it lies here; begins with `CARD_HEAD_BYTES` of room.
+        nbytes: of everything.
+    """
+
+    rank: int
+    region: Region
+    offset: int
+    address: int
+    nbytes: int
 
 
 class Card(NamedTuple):
@@ -107,6 +129,7 @@ class Mailbox:
         self.num_slots = num_slots
         self._num_ranks = transport.num_ranks
         self._ranks = range(transport.num_ranks)
+        self._behind_me = [(transport.rank + step) % self._num_ranks for step in range(1, self._num_ranks + 1)]
         counts_start = _lines(_CARD.size)
         self._sizes = (counts_start + _lines(4 * num_counts), _lines(_GRANT.size), _lines(_NOTICE.size))
         self._slots = (num_slots, num_slots, _NUM_NOTICES)
@@ -126,6 +149,25 @@ class Mailbox:
         self._outgoing = [bytearray(size) for size in self._sizes]
         self._out_addresses = [np.frombuffer(out, dtype=np.uint8).ctypes.data for out in self._outgoing]
         self.counts_out = torch.frombuffer(self._outgoing[0], dtype=torch.int32, count=num_counts, offset=counts_start)
+        self._carried: list[tuple[list[int], list[int]]] = []
+
+    def carry_cards(self, sources: Sequence[int], heads: Sequence[Sequence[int]]) -> None:
+        """Says that cards of some ranks may come in front of messages, from which they are then filed.
+
+        Arguments:
+            sources: which ranks.
+            heads: address of the card in front of each source's message, by slot and rank; a slot per slot of cards.
+        """
+        if sources:
+            assert len(heads) == self.num_slots
+            self._carried = [
+                ([at[s] for s in sources], [self._region.address + self._offset(0, slot, s) for s in sources])
+                for slot, at in enumerate(heads)
+            ]
+
+    def _file(self, sequence: int) -> None:
+        """Puts cards of a call that came in front of messages where all others are."""
+        _C.file_cards(*self._carried[sequence % self.num_slots], _CARD.size, sequence)
 
     def _offset(self, kind: int, sequence: int, source: int) -> int:
         slot = sequence % self._slots[kind]
@@ -143,29 +185,42 @@ class Mailbox:
         lane: int,
         advance: int,
         with_counts: bool,
+        parcels: Sequence[Parcel] = (),
     ) -> None:
         """Sends a card to every rank and adds `advance` to its counter `lane`.
 
         Arguments:
             words: number of the call, operation, and what must agree.
             offsets, rest: see `Card`; `rest` is what follows the offsets there.
+            parcels: messages that carry the card to their ranks; without counts.
         """
         _CARD.pack_into(self._outgoing[0], 0, *words, *offsets, *_NOWHERE[len(offsets) :], *rest)
         nbytes = self._sizes[0] if with_counts else _CARD.size
         start = self._my_cards[words[0] % self.num_slots]
-        self._transport.post(self._region, start, self._out_addresses[0], nbytes, lane, advance)
+        others = None
+        if parcels:
+            for rank, region, offset, address, size in parcels:
+                ctypes.memmove(address, self._out_addresses[0], nbytes)
+                self._transport.post(region, offset, address, size, lane, advance, (rank,))
+            reached = [parcel.rank for parcel in parcels]
+            others = [rank for rank in self._behind_me if rank not in reached]
+        self._transport.post(self._region, start, self._out_addresses[0], nbytes, lane, advance, others)
 
     def agreed(self, sequence: int, num_planes: int, bases: Sequence[int]) -> tuple[list[list[int]], bool] | None:
         """Everybody's offsets, by plane and rank, and whether anybody records the call. `bases`, by rank, are added.
 
         None unless all cards show the same call and nobody refused; then `cards` says more.
         """
+        if self._carried:
+            self._file(sequence)
         address = self._card_addresses[sequence % self.num_slots]
         state, offsets = _C.read_cards(address, self._sizes[0], self._num_ranks, *_CARD_WORDS, num_planes, bases)
         return (offsets, state == _RECORDED) if state else None
 
     def cards(self, sequence: int) -> list[Card]:
         """Everybody's cards for this call, by rank, once the counters say that they are there."""
+        if self._carried:
+            self._file(sequence)
         cards = []
         start = self._offset(0, sequence, 0)
         for source in self._ranks:

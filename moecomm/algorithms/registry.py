@@ -148,7 +148,7 @@ def make_session(
                 f"straight from rank to rank; say 'auto' or 'direct'"
             )
         if device.is_host:
-            low_latency = Eager(exchange, sizes, max_in_flight)
+            low_latency = Eager(exchange, found, sizes, max_in_flight)
         elif exchange.reach.is_complete:
             low_latency = Captured(exchange, sizes, max_in_flight, timeout)
         else:

@@ -57,6 +57,19 @@ def timed_out(transport: Transport, call: Call, lane: int, at_least: int, timeou
     )
 
 
+def not_held(transport: Transport, call: Call, lanes: Sequence[tuple[int, int]], timeout: float) -> PeerTimeout:
+    """Messages that have not come to the ranks that hold them for this one: pairs of holder and source."""
+    who = "; ".join(
+        f"what {transport.describe_peer(source)} sent to {transport.describe_peer(holder)}" for holder, source in lanes
+    )
+    return PeerTimeout(
+        f"{call.title}, phase {call.next_phase.name!r}: rank {transport.rank} waited {timeout:g} s for {who}; it "
+        f"was not taken in there; {_RAISE_LIMIT}",
+        operation=call.title,
+        peers=tuple(sorted({rank for lane in lanes for rank in lane})),
+    )
+
+
 def stalled(transport: Transport, call: Call, timeout: float) -> PeerTimeout:
     """A stream into which nothing came from the ranks that it awaits."""
     who = ", ".join(transport.describe_peer(rank) for rank in call.awaiting)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from moecomm.algorithms import reports
@@ -22,7 +22,8 @@ from moecomm.algorithms.calls import (
     TRAFFIC_LANES,
     Call,
 )
-from moecomm.algorithms.mailbox import Card, Grant, Mailbox
+from moecomm.algorithms.holder_lanes import HolderLanes
+from moecomm.algorithms.mailbox import Card, Grant, Mailbox, Parcel
 from moecomm.algorithms.signature import Operation, describe
 from moecomm.errors import (
     CallMismatch,
@@ -55,6 +56,8 @@ class Sequencer:
         max_in_flight: calls that may be begun and not waited for.
         timeout: seconds that one wait may last.
     """
+
+    holder_lanes: HolderLanes | None = None  # for phases that read what others hold; None: nobody holds anything
 
     def __init__(self, transport: Transport, mailbox: Mailbox, max_in_flight: int, timeout: float) -> None:
         self.transport = transport
@@ -160,8 +163,12 @@ class Sequencer:
     def may_step(self) -> bool:
         """Whether the next phase of the oldest call in flight can run without waiting."""
         oldest = self._outstanding[0]
-        lane = oldest.next_phase.lane
-        return lane is None or self.transport.wait(lane, oldest.sequence + 1, 0.0) is not WaitOutcome.TIMEOUT
+        phase, at_least = oldest.next_phase, oldest.sequence + 1
+        if phase.lane is None:
+            return True
+        if self.transport.wait(phase.lane, at_least, 0.0) is WaitOutcome.TIMEOUT:
+            return False
+        return self.holder_lanes is None or not phase.reads_holders or self.holder_lanes.may_go_on(phase.lane, at_least)
 
     def abandon(self) -> None:
         """Gives up on all calls in flight, because the communicator closes."""
@@ -177,10 +184,12 @@ class Sequencer:
         A stream that may not wait does what it can, and stays the next phase unless that finishes it.
         """
         phases, num_run = call.phases, call.num_run
-        _, lane, run, is_stream, _ = phases[num_run]
+        _, lane, run, is_stream, _, reads_holders = phases[num_run]
         try:
             if lane is not None:
                 self._await(call, lane, call.sequence + 1)
+                if reads_holders and self.holder_lanes is not None:
+                    self.holder_lanes.wait(call, lane, self.timeout, self.check_notices)
             if is_stream:
                 if not self._run_stream(call, run, may_wait):
                     return
@@ -256,12 +265,13 @@ class Sequencer:
         *,
         refused: bool = False,
         with_counts: bool = False,
+        parcels: Sequence[Parcel] = (),
     ) -> None:
         """Sends the card with which a call begins; see `Card`. Beforehand the readers must have been awaited."""
         self.num_cards_with_counts += with_counts
         words = (call.sequence, call.operation, *call.words)
         rest = (need, limit, refused, call.recording)
-        self.mailbox.send_card(words, offsets, rest, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts)
+        self.mailbox.send_card(words, offsets, rest, LANE_BEGUN, self.advance(LANE_BEGUN, call), with_counts, parcels)
 
     def cards(self, call: Call) -> list[Card]:
         """Everybody's cards, by rank; they all show the same call.

@@ -51,7 +51,7 @@ class CpuEagerKernels:
         values: int,
         used: Tensor,
     ) -> Sorted:
-        rank, expert_rank, expert_local, tokens_per_expert = home
+        rank, expert_rank, expert_local, tokens_per_expert, domain_experts, domain_sources = home
         num_experts, num_local = expert_rank.numel(), tokens_per_expert.numel()
         counts = torch.empty(len(windows), num_experts + len(windows), dtype=torch.int32)
         routes = torch.empty(num_tokens[rank], form.num_topk, dtype=torch.int64)
@@ -64,6 +64,8 @@ class CpuEagerKernels:
             expert_local.data_ptr(),
             num_experts,
             rank,
+            0 if domain_experts is None else domain_experts.data_ptr(),
+            0 if domain_sources is None else domain_sources.data_ptr(),
             *form,
             rows,
             values,

@@ -1,5 +1,7 @@
 """Low-latency kernels: one message per source and destination carries ids, weights and rows; the receiver sorts.
 
+A destination is a rank, or a domain whose ranks all read the same message, each its own rows.
+
     T tokens of a source   K num_topk   E num_experts   E_local experts here   R ranks   H hidden   N rows of the block
 
 The message format is that of csrc/cpu/eager.h. Rows follow the canonical order: by local expert, source rank, source
@@ -52,12 +54,17 @@ class Home(NamedTuple):
         rank: mine.
         expert_rank, expert_local: `[E]` int32: rank of each expert, and its index there.
         tokens_per_expert: `[E_local]` int64; what arrives is added.
+        domain_experts: `[E]` bool: experts of my domain; None if `domain_sources` is.
+        domain_sources: `[R]` bool: sources whose message holds the rows of my whole domain, not mine alone; None: there
+            are none.
     """
 
     rank: int
     expert_rank: Tensor
     expert_local: Tensor
     tokens_per_expert: Tensor
+    domain_experts: Tensor | None = None
+    domain_sources: Tensor | None = None
 
 
 class Sorted(NamedTuple):
@@ -97,14 +104,14 @@ class EagerKernels(Protocol):
     def send_eager(
         self, rows: Tensor, topk_idx: Tensor, weights: Tensor | None, expert_rank: Tensor, windows: Sequence[int]
     ) -> tuple[Tensor, int]:
-        """Checks the ids, then writes my message into my window at every rank.
+        """Checks the ids, then writes my message into my window at every destination.
 
         Arguments:
             rows: `[T, H]`, last dimension contiguous.
             topk_idx: `[T, K]` int32 or int64 contiguous, -1 = no expert.
             weights: `[T, K]` float32 or float64 contiguous, or None.
-            expert_rank: `[E]` int32.
-            windows: address of my window at each rank, by rank.
+            expert_rank: `[E]` int32: the destination of each expert's rows: its rank, or a number for its domain.
+            windows: address of my window at each destination.
 
         Returns:
             A copy of the ids, `[T, K]` int32, and the fingerprint that `count_routes` gives.
@@ -129,7 +136,7 @@ class EagerKernels(Protocol):
         Arguments:
             home: who receives.
             form: of messages and block.
-            windows: address of each source's message, by rank.
+            windows: address of each source's message to me or to my domain, by rank.
             num_tokens: T of each source, by rank.
             rows: address of `[E_local, capacity, H]` (slab) or `[num_rows, H]` (expert_major).
             values: address of the weights, in the same order, or 0.

@@ -55,7 +55,7 @@ class _Message:
     """One source's message. `ids` `[T, K]` int64; `values` `[T, K, value_bytes]` and `rows` `[n, row_bytes]` uint8;
     `row_of` `[T]`: which of the rows is a token's."""
 
-    def __init__(self, home: Home, form: Form, window: int, num_tokens: int) -> None:
+    def __init__(self, home: Home, form: Form, window: int, num_tokens: int, is_shared: bool) -> None:
         num_topk, value_bytes = form.num_topk, form.value_bytes
         values, rows = _starts(num_tokens, num_topk, value_bytes)
         raw = _bytes_at(window, num_tokens, num_topk * 4).clone()
@@ -63,9 +63,13 @@ class _Message:
         self.values = _bytes_at(window + values, num_tokens, num_topk * value_bytes).reshape(
             num_tokens, num_topk, value_bytes
         )
-        is_here = _chose(self.ids, home.expert_rank, home.rank).any(dim=1)
-        self.row_of = is_here.cumsum(0) - 1
-        self.rows = _bytes_at(window + rows, int(is_here.sum()), form.row_bytes)
+        if is_shared:
+            assert home.domain_experts is not None
+            has_row = _chose(self.ids, home.domain_experts, 1).any(dim=1)
+        else:
+            has_row = _chose(self.ids, home.expert_rank, home.rank).any(dim=1)
+        self.row_of = has_row.cumsum(0) - 1
+        self.rows = _bytes_at(window + rows, int(has_row.sum()), form.row_bytes)
 
 
 @final
@@ -101,9 +105,10 @@ class ReferenceEagerKernels:
         values: int,
         used: Tensor,
     ) -> Sorted:
-        rank, expert_rank, expert_local, tokens_per_expert = home
+        rank, expert_rank, expert_local, tokens_per_expert, _, domain_sources = home
         num_experts, num_ranks = expert_rank.numel(), len(windows)
-        messages = [_Message(home, form, *message) for message in zip(windows, num_tokens, strict=True)]
+        shared = [False] * num_ranks if domain_sources is None else domain_sources.tolist()
+        messages = [_Message(home, form, *message) for message in zip(windows, num_tokens, shared, strict=True)]
         counts = torch.zeros((num_ranks, num_experts + num_ranks), dtype=torch.int32)
         for source, message in enumerate(messages):
             named = message.ids[message.ids >= 0]

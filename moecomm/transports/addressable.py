@@ -75,7 +75,19 @@ class AddressableTransport(Transport):
             raise ValueError(f"put: [{offset}, {offset + nbytes}) is outside the region of {region.nbytes} bytes")
         ctypes.memmove(self._addresses[region.index][rank] + offset, address, nbytes)
 
-    def post(self, region: Region, offset: int, address: int, nbytes: int, slot: int, n: int) -> None:
+    def post(
+        self,
+        region: Region,
+        offset: int,
+        address: int,
+        nbytes: int,
+        slot: int,
+        n: int,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        if ranks is not None:
+            super().post(region, offset, address, nbytes, slot, n, ranks)
+            return
         self.board.post(address, nbytes, self._addresses[region.index], offset, slot, n)
 
     def signal(self, rank: int, slot: int, n: int = 1) -> None:
@@ -86,6 +98,12 @@ class AddressableTransport(Transport):
 
     def lane(self, slot: int, source: int) -> int:
         return self.board.lane(slot, source)
+
+    def wait_at(self, slot: int, lanes: Sequence[tuple[int, int]], at_least: int, timeout: float) -> WaitOutcome:
+        return _OUTCOMES[self.board.wait_at(slot, lanes, at_least, timeout)]
+
+    def lane_at(self, slot: int, rank: int, source: int) -> int:
+        return self.board.lane_at(slot, rank, source)
 
     def total(self, slot: int) -> int:
         return self.board.total(slot)

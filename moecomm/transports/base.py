@@ -154,6 +154,23 @@ class Transport(abc.ABC):
     def lane(self, slot: int, source: int) -> int:
         """The value of my counter `slot`, lane `source`."""
 
+    def wait_at(self, slot: int, lanes: Sequence[tuple[int, int]], at_least: int, timeout: float) -> WaitOutcome:
+        """`wait` for lanes of others' counters: what their sources have put there can be read from here then, too.
+
+        Arguments:
+            slot: which counter.
+            lanes: pairs of a rank whose memory has an address here, and a source.
+            at_least, timeout: as in `wait`.
+
+        Returns:
+            LOST: a rank at which a lane is behind has gone; whether the source has is not looked at.
+        """
+        raise AssertionError(f"transport {self.name}: no rank's counters have an address at another")
+
+    def lane_at(self, slot: int, rank: int, source: int) -> int:
+        """The value of such a lane."""
+        raise AssertionError(f"transport {self.name}: no rank's counters have an address at another")
+
     def total(self, slot: int) -> int:
         """The sum of all lanes of my counter `slot`."""
         return sum(self.lane(slot, source) for source in range(self.num_ranks))
@@ -185,17 +202,29 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Says goodbye to the peers and lets go of everything; idempotent, and needs no peer."""
 
-    def post(self, region: Region, offset: int, address: int, nbytes: int, slot: int, n: int) -> None:
-        """Puts the same bytes at the same offset of every rank and signals every rank."""
-        for step in range(1, self.num_ranks + 1):
-            rank = (self.rank + step) % self.num_ranks
+    def post(
+        self,
+        region: Region,
+        offset: int,
+        address: int,
+        nbytes: int,
+        slot: int,
+        n: int,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Puts the same bytes at the same offset of every rank and signals it; given `ranks`: of these, in order."""
+        for rank in self._everyone() if ranks is None else ranks:
             self.put(region, offset, address, nbytes, rank)
             self.signal(rank, slot, n)
 
     def signal_all(self, slot: int, n: int) -> None:
         """Signals every rank, those behind me first."""
-        for step in range(1, self.num_ranks + 1):
-            self.signal((self.rank + step) % self.num_ranks, slot, n)
+        for rank in self._everyone():
+            self.signal(rank, slot, n)
+
+    def _everyone(self) -> list[int]:
+        """All ranks, those behind me first, so that the ranks spread over different receivers."""
+        return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks + 1)]
 
     def describe_wires(self) -> list[str]:
         """What carries puts to ranks whose memory has no address here, a line for each kind; or nothing."""

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from moecomm import _C
 from moecomm.groups import Group
-from moecomm.transports.base import Region
+from moecomm.transports.base import Region, WaitOutcome
 from moecomm.transports.peers import Peer
 from moecomm.transports.shared_memory import map_shared
 from moecomm.transports.shm import ShmTransport
-from moecomm.transports.ucx import UcxTransport
+from moecomm.transports.ucx import OUTCOMES, UcxTransport
 from moecomm.transports.ucx_library import find_library
 
 __all__ = ["ComposedTransport"]
@@ -89,6 +89,13 @@ class ComposedTransport(UcxTransport):
             self.board.signal(rank, slot, n)
         else:
             super().signal(rank, slot, n)
+
+    def wait_at(self, slot: int, lanes: Sequence[tuple[int, int]], at_least: int, timeout: float) -> WaitOutcome:
+        return OUTCOMES[self.board.wait_at(slot, lanes, at_least, timeout)]
+
+    def lane_at(self, slot: int, rank: int, source: int) -> int:
+        assert rank in self._near, f"the counters of rank {rank} are on another host"
+        return self.board.lane_at(slot, rank, source)
 
     def close(self) -> None:
         super().close()

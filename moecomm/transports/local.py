@@ -83,6 +83,20 @@ class LocalTransport(AddressableTransport):
             return WaitOutcome.TIMEOUT
         return WaitOutcome.REACHED if self.board.reached(slot, at_least) else WaitOutcome.LOST
 
+    def wait_at(self, slot: int, lanes: Sequence[tuple[int, int]], at_least: int, timeout: float) -> WaitOutcome:
+        if self._hub is None or not self._hub.stepped:
+            return super().wait_at(slot, lanes, at_least, timeout)
+
+        def behind() -> set[int]:
+            return {rank for rank, source in lanes if self.board.lane_at(slot, rank, source) < at_least}
+
+        def settled() -> bool:
+            return not behind() or not behind().isdisjoint(self.board.gone())
+
+        if not self._hub.wait_until(self.rank, settled, timeout):
+            return WaitOutcome.TIMEOUT
+        return WaitOutcome.LOST if behind() else WaitOutcome.REACHED
+
     def wait_traffic(self, slots: range, beyond: int, timeout: float) -> bool:
         if self._hub is None or not self._hub.stepped:
             return super().wait_traffic(slots, beyond, timeout)

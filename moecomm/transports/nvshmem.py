@@ -126,18 +126,33 @@ class NvshmemTransport(Transport):
         self._settle()
         self.host.signal_all(slot, n)
 
-    def post(self, region: Region, offset: int, address: int, nbytes: int, slot: int, n: int) -> None:
+    def post(
+        self,
+        region: Region,
+        offset: int,
+        address: int,
+        nbytes: int,
+        slot: int,
+        n: int,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         if self._is_symmetric(region):
-            super().post(region, offset, address, nbytes, slot, n)
+            super().post(region, offset, address, nbytes, slot, n, ranks)
             return
         self._settle()
-        self.host.post(region, offset, address, nbytes, slot, n)
+        self.host.post(region, offset, address, nbytes, slot, n, ranks)
 
     def wait(self, slot: int, at_least: int, timeout: float) -> WaitOutcome:
         return self.host.wait(slot, at_least, timeout)
 
     def lane(self, slot: int, source: int) -> int:
         return self.host.lane(slot, source)
+
+    def wait_at(self, slot: int, lanes: Sequence[tuple[int, int]], at_least: int, timeout: float) -> WaitOutcome:
+        return self.host.wait_at(slot, lanes, at_least, timeout)
+
+    def lane_at(self, slot: int, rank: int, source: int) -> int:
+        return self.host.lane_at(slot, rank, source)
 
     def total(self, slot: int) -> int:
         return self.host.total(slot)

@@ -20,7 +20,7 @@ from moecomm.transports.peers import Peer
 from moecomm.transports.ucx_lanes import is_one_sided
 from moecomm.transports.ucx_library import find_library
 
-__all__ = ["UcxTransport"]
+__all__ = ["OUTCOMES", "UcxTransport"]
 
 _log = logging.getLogger("moecomm.transports")
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("moecomm.transports")
 # and then the rank. Where ranks outnumber cores, who finds nothing to serve gives the core away; so it may wait longer.
 _POLL_NS, _YIELDING_POLL_NS = 50_000, 500_000
 _SECRET_BYTES = 16
-_OUTCOMES = (WaitOutcome.REACHED, WaitOutcome.TIMEOUT, WaitOutcome.LOST)
+OUTCOMES = (WaitOutcome.REACHED, WaitOutcome.TIMEOUT, WaitOutcome.LOST)
 _NO_SLOT = -1
 
 
@@ -193,10 +193,19 @@ class UcxTransport(Transport):
     def put(self, region: Region, offset: int, address: int, nbytes: int, rank: int) -> None:
         self._put(region, offset, address, nbytes, rank, _NO_SLOT, 0)
 
-    def post(self, region: Region, offset: int, address: int, nbytes: int, slot: int, n: int) -> None:
+    def post(
+        self,
+        region: Region,
+        offset: int,
+        address: int,
+        nbytes: int,
+        slot: int,
+        n: int,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         # The signal rides on the last message of the put.
-        for step in range(1, self.num_ranks + 1):
-            self._put(region, offset, address, nbytes, (self.rank + step) % self.num_ranks, slot, n)
+        for rank in self._everyone() if ranks is None else ranks:
+            self._put(region, offset, address, nbytes, rank, slot, n)
 
     def _put(self, region: Region, offset: int, address: int, nbytes: int, rank: int, slot: int, n: int) -> None:
         if not 0 <= offset <= region.nbytes - nbytes:
@@ -210,7 +219,7 @@ class UcxTransport(Transport):
             raise self._stalled("signal", [rank])
 
     def wait(self, slot: int, at_least: int, timeout: float) -> WaitOutcome:
-        outcome = _OUTCOMES[self.board.wait(slot, at_least, timeout)]
+        outcome = OUTCOMES[self.board.wait(slot, at_least, timeout)]
         if outcome is not WaitOutcome.REACHED:
             self._log_notes()
         return outcome

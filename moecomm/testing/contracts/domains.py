@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moecomm.algorithms.hops import Way
 from moecomm.communicator import Communicator
 from moecomm.groups import Group
 from moecomm.testing.compare import assert_bitwise_equal
@@ -43,7 +44,7 @@ def refinements(found: Topology) -> list[Topology]:
 
 
 def check_every_grid(world: World) -> None:
-    """Over grids of any kind, over rails: what arrives, exact sums, and sums per host."""
+    """Over grids of any kind, over rails and from rank to rank: what arrives, exact sums, and sums per host."""
     for num_ranks in sorted({count for count in world.rank_counts if count == 2} | {world.several}):
         cases = [case for case in cases_for(num_ranks) if max(case.tokens) <= _MOST_TOKENS]
         world.run(_each_grid, num_ranks, cases)
@@ -56,13 +57,17 @@ def _each_grid(group: Group, transport: str, cases: Sequence[Case]) -> None:
         grids = refinements(found)
         grid = grids[number % len(grids)]
         try:
+            has_fast = case.layout == "expert_major" and case.routing != "with_duplicates"
             with _communicator(group, transport, case, grid) as communicator:
                 most = sum(case.tokens) * case.num_topk + case.num_experts * case.expert_alignment
                 _exchange(communicator, case, 0)
                 _exchange(communicator, case, 1, capacity=most)
-                if case.layout == "expert_major" and case.routing != "with_duplicates":
+                if has_fast:
                     _exchange(communicator, case, 2, mode="low_latency", layout="slab")
                     _exchange(communicator, case, 3, mode="low_latency", layout="expert_major")
+            if has_fast:
+                with _communicator(group, transport, case, grid, "direct") as communicator:
+                    _exchange(communicator, case, 4, mode="low_latency", layout="slab")
         except AssertionError as error:
             where = f"case '{case.name}', domains {grid.domain_of}, rank {group.rank}"
             raise AssertionError(f"{where}: {error}") from error
@@ -110,7 +115,9 @@ def _exchange(communicator: Communicator, case: Case, seed: int, **options: Any)
         assert_bitwise_equal(got, sums, f"{what} per host, of a combine_buffer")
 
 
-def _communicator(group: Group, transport: str, case: Case, topology: Topology | None) -> Communicator:
+def _communicator(
+    group: Group, transport: str, case: Case, topology: Topology | None, algorithm: Way = "hierarchical"
+) -> Communicator:
     return Communicator(
         group,
         num_experts=case.num_experts,
@@ -119,7 +126,7 @@ def _communicator(group: Group, transport: str, case: Case, topology: Topology |
         max_tokens_per_rank=max(1, *case.tokens),
         transport=transport,
         topology=topology,
-        algorithm="hierarchical",
+        algorithm=algorithm,
         timeout=timedelta(seconds=30),
     )
 

@@ -193,6 +193,58 @@ def _post(group: Group, name: str) -> None:
     transport.close()
 
 
+def check_post_reaches_those_that_are_named(world: World) -> None:
+    """Given ranks, no other gets the bytes or the signal."""
+    world.run(_post_to, world.several)
+
+
+def _post_to(group: Group, name: str) -> None:
+    transport = open_transport(group, name)
+    region = transport.allocate(64 * group.size)
+    data = ctypes.create_string_buffer(_pattern(group.rank, 0, 64), 64)
+    following = (group.rank + 1) % group.size
+    transport.post(region, 64 * group.rank, ctypes.addressof(data), 64, 2, 3, (following,))
+    transport.signal_all(0, 1)
+    _wait(transport, 0, 1)
+    for source in range(group.size):
+        is_mine = (source + 1) % group.size == group.rank
+        wanted = _pattern(source, 0, 64) if is_mine else bytes(64)
+        expect(_read(region, 64 * source, 64) == wanted, f"from rank {source} came what was not sent")
+        expect(transport.lane(2, source) == 3 * is_mine, f"rank {source} signalled {transport.lane(2, source)}")
+    group.all_gather(None)
+    transport.close()
+
+
+def check_counters_of_neighbours_can_be_read(world: World) -> None:
+    """Where a peer's memory has an address here, one can wait for what others signal to it; its going ends the wait."""
+    world.run(_neighbours, world.several)
+
+
+def _neighbours(group: Group, name: str) -> None:
+    transport = open_transport(group, name)
+    region = transport.allocate(64)
+    last = group.size - 1
+    near = [rank for rank in range(group.size) if rank != group.rank and transport.peer(region, rank) is not None]
+    lanes = [(rank, source) for rank in near for source in range(group.size)]
+    expect(not lanes or transport.wait_at(1, lanes, 1, 0.0) is WaitOutcome.TIMEOUT, "nobody has signalled")
+    group.all_gather(None)
+    for rank in range(group.size):
+        transport.signal(rank, 1, group.rank + 1)
+    if near:
+        expect(transport.wait_at(1, lanes, 1, _PATIENCE) is WaitOutcome.REACHED, "the neighbours' signals do not come")
+    seen = [transport.lane_at(1, rank, source) for rank, source in lanes]
+    expect(seen == [source + 1 for _, source in lanes], f"lanes {lanes} are {seen}")
+    group.all_gather(None)
+    if group.rank == last:
+        transport.close()
+        return
+    if last in near:
+        outcome = transport.wait_at(1, [(last, 0)], 2, _PATIENCE)
+        expect(outcome is WaitOutcome.LOST, f"waiting at a rank that has gone ended with {outcome}")
+        expect(transport.wait_at(1, [(last, 0)], 1, _PATIENCE) is WaitOutcome.REACHED, "it was signalled before")
+    transport.close()
+
+
 def check_a_signal_never_overtakes_its_puts(world: World) -> None:
     """Many rounds: what a peer put before it signalled is there when the signal is."""
     world.run(_ping_pong, min(2, world.several), 300)
@@ -302,6 +354,8 @@ CHECKS: tuple[Callable[[World], None], ...] = (
     check_counters_add_up_per_source,
     check_traffic_ends_a_wait,
     check_post_reaches_everyone,
+    check_post_reaches_those_that_are_named,
+    check_counters_of_neighbours_can_be_read,
     check_a_signal_never_overtakes_its_puts,
     check_a_wait_ends_at_its_deadline,
     check_closing_is_idempotent_and_seen,
