@@ -266,7 +266,7 @@ class Mailbox:
             number, kind, length, text = _NOTICE.unpack_from(self._view, self._offset(2, sequence, source))
             if number == sequence + 1:
                 found.append(Notice(source, kind, text[:length].decode(errors="replace")))
-            else:
+            elif number > sequence:  # else the mark has overtaken its notice, which is there with the signal
                 found.append(Notice(source, 0, "its reason was overwritten by that of a later call"))
         return found
 

@@ -13,25 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from moecomm.algorithms import reports
-from moecomm.algorithms.calls import (
-    LANE_BEGUN,
-    LANE_DONE,
-    LANE_GRANTED,
-    LANE_NOTICED,
-    NUM_LANES,
-    TRAFFIC_LANES,
-    Call,
-)
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, LANE_NOTICED, NUM_LANES, TRAFFIC_LANES, Call
 from moecomm.algorithms.holder_lanes import HolderLanes
 from moecomm.algorithms.mailbox import Card, Grant, Mailbox, Parcel
 from moecomm.algorithms.signature import Operation, describe
-from moecomm.errors import (
-    CallMismatch,
-    CommunicatorClosed,
-    PeerFailed,
-    TooManyInFlight,
-    TransportError,
-)
+from moecomm.errors import CallMismatch, CommunicatorClosed, PeerFailed, TooManyInFlight, TransportError
 from moecomm.transports.base import Transport, WaitOutcome
 
 __all__ = ["Sequencer"]
