@@ -150,11 +150,6 @@ class Exchanger:
         self, x: torch.Tensor, mode: str, layout: Layout, expert_alignment: int, capacity: int | None
     ) -> tuple[Algorithm, int, RowFormat]:
         """Who carries a dispatch, how many rows its shape has (0 = as many as arrive), and how its rows are written."""
-        if capacity is not None and not self.session.device.is_host:
-            raise ValueError(
-                f"capacity is {capacity}, but tensors on {self._device} are received in the shape that arrives: the "
-                "kernels of a static receive (docs/gpu-low-latency.md) are not yet used by communicators; leave it out"
-            )
         algorithm = self.session.algorithms[mode]
         algorithm.check_size(x.shape[0])
         num_rows = algorithm.capacity(layout, expert_alignment) if capacity is None else capacity

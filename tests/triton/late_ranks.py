@@ -18,6 +18,7 @@ SIZES = {"num_experts": 6, "hidden": 24, "num_topk": 3, "max_tokens_per_rank": 8
 
 
 THROUGHPUT = {"expert_major": {"expert_alignment": 4}, "flat": {"layout": "flat"}, "plain": {}}
+CAPACITY = {"fixed": {"expert_alignment": 4, "capacity": 61}, "fixed flat": {"layout": "flat", "capacity": 40}}
 LOW_LATENCY = {
     "slab": {"mode": "low_latency"},
     "grouped": {"mode": "low_latency", "layout": "expert_major", "expert_alignment": 2},
@@ -50,11 +51,11 @@ def exchange(comm, dtype, kinds):
         keep(what, home=comm.combine(y, received.handle), came=comm.combine(received.x, received.handle))
         buffer = comm.combine_buffer(received.handle, dtype)
         keep(what, buffered=comm.combine_async(buffer.copy_(y), received.handle).wait())
-        if what != "flat":
+        if options.get("layout") != "flat":
             keep(what, weighted=comm.combine(y, received.handle, weights))
         leaf, scale = x.clone().requires_grad_(), weights.clone().requires_grad_()
         received = comm.dispatch(leaf, ids, scale, **options)
-        home = comm.combine(received.x * 2, received.handle, None if what == "flat" else scale)
+        home = comm.combine(received.x * 2, received.handle, None if options.get("layout") == "flat" else scale)
         (home.float().sum() + received.topk_weights.sum()).backward()
         keep(f"{what} backward", x=leaf.grad, weights=scale.grad)
     found["tokens"] = comm.tokens_per_expert.clone()

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from late_ranks import LOW_LATENCY, SIZES, THROUGHPUT, compare_with_native, on_device
+from late_ranks import CAPACITY, LOW_LATENCY, SIZES, THROUGHPUT, compare_with_native, on_device
 
 from moecomm import Communicator
 from moecomm.testing import launch, uniform
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets: run this file by itself"),
 ]
-KINDS = THROUGHPUT | LOW_LATENCY
+KINDS = THROUGHPUT | CAPACITY | LOW_LATENCY
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -3,7 +3,7 @@
 import late_ranks
 import pytest
 import torch
-from late_ranks import LOW_LATENCY, THROUGHPUT, caller_on_a_stream, compare
+from late_ranks import CAPACITY, LOW_LATENCY, THROUGHPUT, caller_on_a_stream, compare
 
 from moecomm.devices.device_queue import DeviceQueue
 from moecomm.testing import launch
@@ -20,7 +20,7 @@ def _poisoned():
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_threads_on_one_device_give_the_native_bits(num_ranks):
     dtype = (torch.bfloat16, torch.float32)[num_ranks % 2]
-    for kinds in (THROUGHPUT, LOW_LATENCY):
+    for kinds in (THROUGHPUT, CAPACITY, LOW_LATENCY):
         launch(compare, num_ranks, "local", dtype, kinds, backend="threads", timeout=100)
 
 

@@ -203,17 +203,6 @@ def test_tensors_of_another_device_are_refused():
         check_pair(comm)
 
 
-@pytest.mark.parametrize("layout", ["expert_major", "flat"])
-def test_a_capacity_is_not_yet_for_devices(layout):
-    with Communicator(None, **SIZES, device=LateDevice()) as comm:
-        x, ids = rows_of(0)
-        with pytest.raises(
-            ValueError, match=r"capacity is 64, but tensors on cpu .* are not yet used by communicators"
-        ):
-            comm.dispatch(x, ids, layout=layout, capacity=64)
-        check_pair(comm)
-
-
 def close_in_flight(group):
     """Calls that are in flight at the end, and tensors that outlive their communicator."""
     device = LateDevice(2e-3)

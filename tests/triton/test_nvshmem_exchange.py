@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from late_ranks import THROUGHPUT
+from late_ranks import CAPACITY, THROUGHPUT
 from nvshmem_ranks import NvshmemWorld, compare, run
 
 from moecomm.testing.contracts import algorithm
@@ -21,14 +21,14 @@ CASES = (
     ("domains", "kind"),
     [
         *(("2x1", kind) for kind in ("plain", "flat")),
-        *(("2+1", kind) for kind in ("expert_major", "flat")),
+        *(("2+1", kind) for kind in ("expert_major", "flat", "fixed")),
         *(("2x2", kind) for kind in ("expert_major", "plain")),
     ],
 )
 def test_ranks_of_several_domains_give_the_native_bits(domains, kind):
     num_ranks, per_domain, domain_of = DOMAINS[domains]
     dtype = (torch.bfloat16, torch.float32)[num_ranks % 2]
-    kinds = {kind: THROUGHPUT[kind]}
+    kinds = {kind: (THROUGHPUT | CAPACITY)[kind]}
     for found, explained, between, log in run(compare, num_ranks, per_domain, dtype, kinds, "auto", timeout=200):
         assert found == domain_of
         assert between > 0

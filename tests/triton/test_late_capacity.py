@@ -1,0 +1,49 @@
+"""Throughput calls of fixed shape on a device that does its work late: the contract, and what a graph cannot hold."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from late_device import LateDevice
+from late_ranks import SIZES
+
+from moecomm import Communicator
+from moecomm.testing import uniform
+from moecomm.testing.contracts import World, capacity
+
+
+@pytest.fixture(autouse=True)
+def _poisoned():
+    """What torch makes uninitialised is NaN, so what is read too early is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("check", capacity.CHECKS, ids=lambda check: check.__name__)
+def test_the_contract_of_capacity(check, monkeypatch):
+    def opened(group, transport, case, memory_limit=None):
+        sizes = {"num_experts": case.num_experts, "hidden": case.hidden, "num_topk": case.num_topk}
+        sizes["max_tokens_per_rank"] = max(1, *case.tokens)
+        limits = {"memory_limit": memory_limit or 1 << 24, "timeout": timedelta(seconds=60)}
+        return Communicator(group, **sizes, **limits, transport=transport, device=LateDevice(5e-4 * group.rank))
+
+    monkeypatch.setattr(capacity, "_communicator", opened)
+    few = capacity.cases_for  # kernels are interpreted
+    monkeypatch.setattr(capacity, "cases_for", lambda num_ranks: [c for c in few(num_ranks) if max(c.tokens) <= 5][:4])
+    check(World("threads", "local", rank_counts=(1, 3), timeout=200))
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "flat"])
+def test_no_graph_can_hold_a_call_of_fixed_shape(layout):
+    device = LateDevice()
+    x, ids = torch.ones(4, 24), uniform(4, 6, 3, seed=0)
+    with Communicator(None, **SIZES, device=device) as comm:
+        for _ in range(2):  # nothing is left of what was refused
+            received = comm.dispatch(x, ids, layout=layout, capacity=16)
+            assert received.x.shape == (16, 24)
+            with device.capturing(), pytest.raises(ValueError, match="hosts take part in this call"):
+                comm.dispatch(x, ids, layout=layout, capacity=16)
+            sums = (3 if layout == "expert_major" else 1) * x
+            assert torch.equal(comm.combine(received.x, received.handle), sums)
+    device.end()
