@@ -51,7 +51,7 @@ class Communicator(Status):
         hidden: H, numbers per row, at least 1.
         num_topk: largest K, 1 to 64.
         max_tokens_per_rank: largest T of a low-latency call; throughput calls take any T.
-        transport: `auto`, `local`, `shm`, `nvlink` (CUDA), `shm+ucx`, `ucx`, or `collective` (through
+        transport: `auto`, `local`, `shm`, `nvlink` and `nvshmem` (CUDA), `shm+ucx`, `ucx`, or `collective` (through
             `torch.distributed`; a baseline).
         topology: where the ranks are: hosts, domains, rails; None: as found. Equal on all ranks. Ranks of one domain
             must address each other's memory; ranks of different domains may, so any grid can be tried on one host.
