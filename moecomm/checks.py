@@ -17,6 +17,7 @@ __all__ = [
     "check_dispatch",
     "check_handle",
     "check_layout",
+    "check_numbers",
     "check_sizes",
     "look_of",
 ]
@@ -66,8 +67,7 @@ def check_layout(layout: str, expert_alignment: int, mode: str, capacity: int | 
         raise ValueError(f"mode: unknown {mode!r}; available: {', '.join(_LAYOUTS)}")
     if layout not in _LAYOUTS[mode]:
         raise ValueError(f"layout: {layout!r} is not one of mode {mode!r}; available: {', '.join(_LAYOUTS[mode])}")
-    if isinstance(expert_alignment, bool) or not isinstance(expert_alignment, int):
-        raise TypeError(f"expert_alignment must be an int, got {type(expert_alignment).__name__}")
+    check_numbers(expert_alignment, capacity)
     if not 1 <= expert_alignment <= 2**20:
         raise ValueError(f"expert_alignment must be in [1, {2**20}], got {expert_alignment}")
     if layout == "flat" and expert_alignment != 1:
@@ -76,8 +76,6 @@ def check_layout(layout: str, expert_alignment: int, mode: str, capacity: int | 
         )
     if capacity is None:
         return
-    if isinstance(capacity, bool) or not isinstance(capacity, int):
-        raise TypeError(f"capacity must be an int or None, got {type(capacity).__name__}")
     if mode != "throughput":
         raise ValueError(
             f"capacity must be None in mode {mode!r}, whose shapes follow from the Communicator's arguments, got "
@@ -89,8 +87,17 @@ def check_layout(layout: str, expert_alignment: int, mode: str, capacity: int | 
         )
 
 
+def check_numbers(expert_alignment: Any, capacity: Any) -> None:
+    """Checks the types of a dispatch's numbers."""
+    if isinstance(expert_alignment, bool) or not isinstance(expert_alignment, int):
+        raise TypeError(f"expert_alignment must be an int, got {type(expert_alignment).__name__}")
+    if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int)):
+        raise TypeError(f"capacity must be an int or None, got {type(capacity).__name__}")
+
+
 def check_capacity(capacity: int, handle: Handle) -> None:
     """Checks the capacity that is given beside a handle, which has its own."""
+    check_numbers(1, capacity)
     if handle.mode != "throughput" or capacity != handle.capacity:
         kept = f"capacity {handle.capacity}" if handle.capacity else "none"
         raise ValueError(

@@ -219,14 +219,14 @@ class Communicator(Status):
             capacity: throughput only: N, whatever arrives, for shapes that do not change; what arrives is followed by
                 zero rows, of id -1 and weight 0. Equal on all ranks. None: what arrives (expert_alignment included).
             handle: of an earlier dispatch: same routing, layout, alignment and capacity again, without exchanging
-                counts.
+                counts; `mode`, `layout` and `expert_alignment` are not read then.
 
         Returns:
             What arrived here; see `Received`.
 
         Raises:
             ValueError, TypeError: a bad argument; the peers learn that this rank refused the call.
-            MemoryLimitExceeded: some rank would receive too much; raised on all ranks, before anything is sent.
+            MemoryLimitExceeded: some rank would receive too much; raised on all ranks, nothing is received.
             CapacityExceeded: more rows for some rank than `capacity`; likewise.
             RoutingChanged: a recompute routes otherwise than the forward; the other ranks raise PeerFailed.
             CallMismatch, PeerTimeout, PeerLost, PeerFailed: the ranks did not all make the same call in time.

@@ -89,7 +89,7 @@ class CallMismatch(TransportError):
 
 
 class MemoryLimitExceeded(MoecommError):
-    """A rank would receive more bytes than its `memory_limit`; raised on every rank before anything is sent."""
+    """A rank would receive more bytes than its `memory_limit`; raised on every rank alike, nothing is received."""
 
 
 class CapacityExceeded(MoecommError, ValueError):

@@ -26,7 +26,8 @@ def explain(session: Session, transport_name: str, rank: int) -> str:
         rank: mine.
     """
     topology = session.topology
-    numbers = f"{topology.num_ranks} ranks on {topology.num_hosts} hosts in {topology.num_domains} domains"
+    counts = {"rank": topology.num_ranks, "host": topology.num_hosts, "domain": topology.num_domains}
+    numbers = "{} on {} in {}".format(*(f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items()))
     lines = _entry("transport", transport_name, *session.describe_wires(), *_refused(session.refusals))
     lines += _entry("topology", f"{numbers}; print(comm.topology) draws them")
     for mode, algorithm in session.algorithms.items():

@@ -27,7 +27,7 @@ from torch import Tensor
 from moecomm.algorithms.base import Arrival
 from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
-from moecomm.checks import check_capacity
+from moecomm.checks import check_capacity, check_layout, check_numbers
 from moecomm.exchanger import Exchanger, find_exchanger
 from moecomm.gradients import is_recording, record_combine, record_dispatch, spread
 from moecomm.handle import Handle, Received, received_of
@@ -71,8 +71,11 @@ def dispatch(
 ) -> Received:
     """`Communicator.dispatch` through the operators."""
     if handle is None:
+        check_numbers(expert_alignment, capacity)  # whose types an operator would hide
         if capacity is None:
             capacity = exchanger.capacity(mode, layout, expert_alignment) or None
+        elif capacity == exchanger.capacity(mode, layout, expert_alignment) > 0:
+            check_layout(layout, expert_alignment, mode, capacity)  # the operator could not tell that somebody gave it
         how = (mode, layout, capacity, expert_alignment, exchanger.id)
         outputs = _ops.dispatch(x, topk_idx, topk_weights, *how, *exchanger.sizes)
         rows, weights, local_idx, num_tokens_per_expert, offsets, routes, idx, counts, stamp = outputs
@@ -131,7 +134,7 @@ def _dispatch_now(
     *rest: int,
 ) -> tuple[Tensor, ...]:
     exchanger = find_exchanger(rest[0])
-    if capacity == exchanger.capacity(mode, layout, expert_alignment):
+    if capacity and capacity == exchanger.capacity(mode, layout, expert_alignment):
         capacity = None  # low latency: what it always is, which nobody has given
     arguments = (x, topk_idx, topk_weights, mode, layout, expert_alignment, capacity, None)
     arrival: Arrival = exchanger.finish(exchanger.begin_dispatch(*arguments, make_room=True, is_remembered=True))

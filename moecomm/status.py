@@ -35,8 +35,9 @@ class Status:
     def stats(self) -> dict[str, int]:
         """Counters: `calls` and `announcements` (exchanges of counts) so far; receive memory alive, at its peak, ever
         touched; `fixed_blocks_alive` (results and outputs of low-latency calls); `copies` (tensors that combines had to
-        copy to where peers can read them); `bytes_between_hosts` (payload put to ranks of other domains) and
-        `bytes_forwarded` (passed on inside this rank's domain)."""
+        copy to where peers can read them); `bytes_between_hosts` (payload put to ranks of other domains; what is
+        stored through their addresses, as between domains of one host, is not counted) and `bytes_forwarded` (passed on
+        inside this rank's domain); `receive_blocks_alive`; `memory_limit`."""
         return self._exchanger.session.statistics()
 
     @property

@@ -272,7 +272,11 @@ def test_mistakes_in_a_compiled_function_are_named(communicator):
     def twice_fixed(communicator, x, routes, weights, scale):
         return communicator.dispatch(x, routes, mode="low_latency", capacity=48).x * scale
 
+    def empty(communicator, x, routes, weights, scale):
+        return communicator.dispatch(x, routes, capacity=0).x * scale
+
     for wrong, message in (
+        (empty, r"capacity must be in \[1, 2147483647\].*got 0"),
         (strange, "mode: unknown 'fast'"),
         (shapeless, r"capacity must be in \[1, 2147483647\].*got -1"),
         (twice_fixed, "capacity must be None in mode 'low_latency'.*got 48"),
@@ -285,6 +289,27 @@ def test_mistakes_in_a_compiled_function_are_named(communicator):
     with pytest.raises(ValueError, match=rf"topk_idx\[2, 1\] = {EXPERTS} is not an expert"):
         compiled(communicator, random(5, HIDDEN, seed=1), routes, random(5, TOPK, seed=2), torch.ones(1))
     assert all(same(results(compiled, communicator), results(at_home, communicator)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": True}, "capacity must be an int or None, got bool"),
+        ({"expert_alignment": True}, "expert_alignment must be an int, got bool"),
+        ({"mode": "low_latency", "capacity": "its own"}, "capacity must be None in mode 'low_latency'"),
+    ],
+)
+def test_what_an_operator_cannot_see_is_refused_as_it_is_traced(communicator, options, message):
+    if options.get("capacity") == "its own":
+        own = communicator.dispatch(random(5, HIDDEN, seed=1), ROUTES, mode="low_latency").handle.capacity
+        options = options | {"capacity": own}
+
+    def wrong(x, routes):
+        return communicator.dispatch(x, routes, **options).x
+
+    for function in (wrong, torch.compile(wrong, fullgraph=True, backend="aot_eager")):
+        with pytest.raises((TypeError, ValueError, torch._dynamo.exc.Unsupported), match=message):
+            function(random(5, HIDDEN, seed=1), ROUTES)
 
 
 @pytest.mark.slow

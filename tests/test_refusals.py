@@ -263,7 +263,7 @@ def test_every_rank_learns_whose_memory_does_not_suffice(backend, where):
         assert f"memory_limit of {LIMIT} bytes" in text
         need = 3 * MANY * TOPK * ROW if where == "dispatch" else MANY * 3 // 4 // TOPK // 3 * 3 * TOPK * ROW
         assert f"needs {need} bytes" in text
-        assert "nothing was sent" in text
+        assert "nothing was received" in text
         assert stats["receive_blocks_alive"] == 0
         assert stats["receive_bytes_alive"] == 0
         if rank == ODD:

@@ -343,8 +343,8 @@ class Collective(Session):
             if need > limit:
                 raise MemoryLimitExceeded(
                     f"{call.title}: rank {rank} needs {need} bytes of receive memory, more than its memory_limit of "
-                    f"{limit} bytes; nothing was sent. Use smaller batches, or give the Communicator a larger "
-                    "memory_limit"
+                    f"{limit} bytes; nothing was received. Use smaller batches or a smaller capacity, or give the "
+                    "Communicator a larger memory_limit"
                 )
 
     # -- the rest of the contract --------------------------------------------------------------------------------------

@@ -71,18 +71,15 @@ def plan_exchange(
     )
     if full >= 0:
         what = f"expert {full}" if layout == "slab" else f"rank {full}"
-        raise CapacityExceeded(overflow_message(what, need, capacity))
+        raise CapacityExceeded(overflow_message(what, need, capacity, "Give a larger capacity, or none"))
     if most > _MAX_ROWS:
         raise ValueError(f"a rank would receive {most} rows, at most {_MAX_ROWS} are possible: {rows_per_rank}")
     return Plan(bases, rows_per_rank, tokens, offsets, num_rows)
 
 
-def overflow_message(what: str, need: int, room: int) -> str:
-    """Says that a fixed shape has no room for the rows of an expert or a rank."""
-    return (
-        f"{need} rows for {what}, but there is room for {room}. In mode 'throughput' give a larger capacity, or none; "
-        "in mode 'low_latency' tokens name experts of theirs more than once: remove the duplicates"
-    )
+def overflow_message(what: str, need: int, room: int, remedy: str) -> str:
+    """Says that a fixed shape has no room for the rows of an expert or a rank, and what would help."""
+    return f"{need} rows for {what}, but there is room for {room}. {remedy}"
 
 
 class BlockLayout(NamedTuple):

@@ -149,15 +149,15 @@ class ReceiveMemory:
         """The error that every rank raises when one rank's memory does not suffice."""
         return MemoryLimitExceeded(
             f"{operation}: {who} needs {need} bytes of receive memory, which does not fit into its memory_limit of "
-            f"{limit} bytes beside what is alive there; nothing was sent. Use smaller batches, free earlier results, "
-            f"or construct the Communicator with a larger memory_limit"
+            f"{limit} bytes beside what is alive there; nothing was received. Use smaller batches or a smaller "
+            "capacity, free earlier results, or construct the Communicator with a larger memory_limit"
         )
 
     def exceeded_fixed(self, operation: str, who: str, need: int, limit: int) -> MemoryLimitExceeded:
         """The same for memory of fixed shapes."""
         return MemoryLimitExceeded(
             f"{operation}: {who} needs a block of {need} bytes of address space, which does not fit into the {limit} "
-            "bytes for low-latency calls beside what is alive there; nothing was sent. Let earlier results die, or "
+            "bytes for low-latency calls beside what is alive there; nothing was received. Let earlier results die, or "
             "construct the Communicator with a smaller max_tokens_per_rank"
         )
 

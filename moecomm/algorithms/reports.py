@@ -46,7 +46,7 @@ def timed_out(transport: Transport, call: Call, lane: int, at_least: int, timeou
     gone = set(transport.gone())
     details = "; ".join(
         f"{transport.describe_peer(rank)} {call.lacking(lane)}: counter at {transport.lane(lane, rank)}, "
-        f"expected {at_least}, its process {'has ended' if rank in gone else 'lives'}"
+        f"expected {at_least}, {_life(transport, rank, rank in gone)}"
         for rank in behind
     )
     return PeerTimeout(
@@ -55,6 +55,13 @@ def timed_out(transport: Transport, call: Call, lane: int, at_least: int, timeou
         operation=call.title,
         peers=tuple(behind),
     )
+
+
+def _life(transport: Transport, rank: int, is_gone: bool) -> str:
+    if is_gone:
+        return "its process has ended"
+    is_seen = transport.peers[rank].host == transport.peers[transport.rank].host
+    return "its process lives" if is_seen else "nothing says that its process has ended"
 
 
 def not_held(transport: Transport, call: Call, lanes: Sequence[tuple[int, int]], timeout: float) -> PeerTimeout:
@@ -75,7 +82,7 @@ def stalled(transport: Transport, call: Call, timeout: float) -> PeerTimeout:
     who = ", ".join(transport.describe_peer(rank) for rank in call.awaiting)
     return PeerTimeout(
         f"{call.title}, phase {call.next_phase.name!r}: rank {transport.rank} waited {timeout:g} s for rows, or for "
-        f"room for rows, and nothing came from {who}; their processes live; {_RAISE_LIMIT}",
+        f"room for rows, and nothing came from {who}, of whom nothing says that they have ended; {_RAISE_LIMIT}",
         operation=call.title,
         peers=tuple(call.awaiting),
     )

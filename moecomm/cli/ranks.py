@@ -89,7 +89,7 @@ def print_ranks(console: Console, facts: dict[str, Any]) -> None:
     for line in draw_topology(topology, width - 2).splitlines():
         console.line(f"  {line}".rstrip())
     if topology.num_ranks == 1:
-        console.line("  Started by torchrun (`torchrun ... -m moecomm info`), all ranks are shown.")
+        console.line("  To see all ranks, start it by torchrun: `torchrun ... -m moecomm info`.")
         return
     versions = {tuple(one["versions"].items()): one["rank"] for one in reversed(facts["ranks"])}
     if len(versions) > 1:
