@@ -12,7 +12,7 @@ from moecomm.transports.registry import transport_names
 from moecomm.transports.ucx_library import find_library
 
 WORLDS_OF = {
-    "local": [World("threads", "local"), World("stepped", "local")],
+    "local": [World("threads", "local", rank_counts=(1, 2, 3, 4)), World("stepped", "local")],
     "shm": [World("processes", "shm")],
     "nvlink": [World("processes", "nvlink", rank_counts=(2,))],
     "shm+ucx": [HostsWorld("processes", "shm+ucx", rank_counts=(2, 3, 4), per_host=2)],
@@ -22,7 +22,7 @@ WORLDS_OF = {
 TRANSPORT_WORLDS = [world for name in transport_names() for world in WORLDS_OF[name]]
 # Exchanges over nvlink take tensors of a device: tests/triton/test_late_device.py.
 EXCHANGE_WORLDS = [world for world in TRANSPORT_WORLDS if world.transport != "nvlink"]
-EXCHANGE_WORLDS.append(World("processes", "collective"))
+EXCHANGE_WORLDS.append(World("processes", "collective", rank_counts=(1, 2, 4)))
 
 
 def runnable(worlds):

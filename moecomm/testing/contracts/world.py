@@ -25,7 +25,7 @@ class World:
     backend: str
     transport: str
     rank_counts: tuple[int, ...] = (1, 2, 3, 4, 8)
-    timeout: float = 60.0
+    timeout: float = 120.0
 
     def run(self, fn: Callable[..., Any], num_ranks: int, *args: Any, return_exceptions: bool = False) -> list[Any]:
         """Calls `fn(group, transport, *args)` on every rank; see `launch`."""
