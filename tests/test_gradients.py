@@ -12,6 +12,7 @@ from gradient_cases import EXPERTS, HIDDEN, ROUTES, TOPK, communicator_of, gener
 import moecomm
 from moecomm.kernels import kernels_for
 from moecomm.kernels.base import weights_dtype
+from moecomm.gradients import spread
 from moecomm.testing import launch, reference_combine, reference_dispatch
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -287,8 +288,7 @@ def test_the_operator_itself_says_that_it_has_no_second_derivative():
         grad, y = (random(5, HIDDEN, seed=seed).requires_grad_() for seed in (1, 2))
         routes = torch.arange(5)[:, None]
         handle = communicator.dispatch(grad.detach(), routes.expand(5, 1)).handle
-        arguments = (handle.routes, handle.topk_idx, handle.counts, handle.stamp, "expert_major", 1, communicator.id)
-        out, _ = torch.ops.moecomm.combine_adjoint(grad, y, torch.ones(5, 1, dtype=y.dtype), *arguments)
+        out, _ = torch.ops.moecomm.combine_adjoint(grad, y, torch.ones(5, 1, dtype=y.dtype), *spread(handle))
         with pytest.raises(RuntimeError, match="combine_adjoint cannot be differentiated again"):
             out.sum().backward()
 

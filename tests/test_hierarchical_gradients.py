@@ -7,6 +7,7 @@ from one_function import gathered, shared
 from torch.utils.checkpoint import checkpoint
 
 from moecomm import Topology
+from moecomm.gradients import spread
 from moecomm.testing import launch
 from moecomm.testing.compare import assert_bitwise_equal
 
@@ -73,8 +74,7 @@ def test_the_operator_with_reduce_passes_opcheck(weighted):
         handle = received.handle
         y = received.x.detach().clone().requires_grad_()
         weights = random(5, TOPK, seed=2).requires_grad_() if weighted else None
-        parts = (handle.routes, handle.topk_idx, handle.counts, handle.stamp, handle.layout, 1, handle.communicator)
-        torch.library.opcheck(OPS.combine.default, (y, weights, None, *parts), {"reduce": "per_host"})
+        torch.library.opcheck(OPS.combine.default, (y, weights, None, *spread(handle)), {"reduce": "per_host"})
 
 
 def compiled(group, topology):

@@ -63,7 +63,8 @@ def test_padding_is_zero_after_writes_in_place(write, inference, layout):
 
 def written_by_raw_pointer(comm, x, idx):
     """What compiled code does with the outputs of an operator: it uses their memory again, and torch never learns."""
-    outputs = torch.ops.moecomm.dispatch(x, idx, None, "low_latency", f"slab:{MOST}", 1, comm.id, 1, EXPERTS, EXPERTS)
+    how = ("low_latency", "slab", MOST, 1)
+    outputs = torch.ops.moecomm.dispatch(x, idx, None, *how, comm.id, 1, EXPERTS, EXPERTS)
     ctypes.memset(outputs[0].data_ptr(), 1, outputs[0].nbytes)
 
 
