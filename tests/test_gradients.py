@@ -10,9 +10,9 @@ import torch
 from gradient_cases import EXPERTS, HIDDEN, ROUTES, TOPK, communicator_of, generator, mine, random, solo
 
 import moecomm
+from moecomm.gradients import spread
 from moecomm.kernels import kernels_for
 from moecomm.kernels.base import weights_dtype
-from moecomm.gradients import spread
 from moecomm.testing import launch, reference_combine, reference_dispatch
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
