@@ -219,7 +219,7 @@ class Collective(Session):
         self._num_announcements += 1
         form = (routing.layout, routing.expert_alignment, routing.capacity)
         try:
-            plan = plan_exchange(everybody, placement, self._group.rank, *form)
+            plan = plan_exchange(everybody, placement, self._group.rank, *form, routing.mode)
         except ValueError as error:
             raise type(error)(f"{call.title}: {error}") from None
         flat = routing.layout == "flat"

@@ -149,7 +149,7 @@ class EagerDispatch:
     def _overflow(self, overflow: Overflow) -> CapacityExceeded:
         self.call.is_agreed_failure = True
         what = f"expert {overflow.index}" if self.form.kernel.capacity else f"rank {overflow.index}"
-        remedy = "Tokens name experts of theirs more than once: remove the duplicates"
-        return CapacityExceeded(f"{self.call.title}: {overflow_message(what, overflow.need, overflow.room, remedy)}")
+        message = overflow_message(what, overflow.need, overflow.room, "low_latency")
+        return CapacityExceeded(f"{self.call.title}: {message}")
 
     _phases = (Phase("send", None, _send), Phase("receive", LANE_BEGUN, _receive, reads_holders=True))

@@ -22,6 +22,11 @@ Layout = Literal["expert_major", "flat", "slab"]
 _MAX_ROWS = 2**31 - 1
 _ORDERS = {"expert_major": 0, "flat": 1, "slab": 2}  # as in csrc/cpu/plan.h
 _PLANE_ALIGNMENT = 64
+# By mode. A low-latency block has room for every token of every rank, so that only duplicates overflow it.
+_REMEDIES = {
+    "throughput": "Give a larger capacity, or none",
+    "low_latency": "Tokens name experts of theirs more than once: remove the duplicates",
+}
 
 
 class Plan(NamedTuple):
@@ -51,6 +56,7 @@ def plan_exchange(
     layout: Layout,
     expert_alignment: int,
     capacity: int = 0,
+    mode: str = "throughput",
 ) -> Plan:
     """Plans from all ranks' counts.
 
@@ -61,6 +67,7 @@ def plan_exchange(
         layout: of the rows received.
         expert_alignment: each local expert's rows are padded to a multiple of it.
         capacity: fixed shape: rows per expert (slab), rows in all; 0 = as many as arrive.
+        mode: of the call, for the remedy that an error names.
 
     Raises:
         CapacityExceeded: more rows than the fixed shape has; the same on every rank.
@@ -71,15 +78,15 @@ def plan_exchange(
     )
     if full >= 0:
         what = f"expert {full}" if layout == "slab" else f"rank {full}"
-        raise CapacityExceeded(overflow_message(what, need, capacity, "Give a larger capacity, or none"))
+        raise CapacityExceeded(overflow_message(what, need, capacity, mode))
     if most > _MAX_ROWS:
         raise ValueError(f"a rank would receive {most} rows, at most {_MAX_ROWS} are possible: {rows_per_rank}")
     return Plan(bases, rows_per_rank, tokens, offsets, num_rows)
 
 
-def overflow_message(what: str, need: int, room: int, remedy: str) -> str:
+def overflow_message(what: str, need: int, room: int, mode: str) -> str:
     """Says that a fixed shape has no room for the rows of an expert or a rank, and what would help."""
-    return f"{need} rows for {what}, but there is room for {room}. {remedy}"
+    return f"{need} rows for {what}, but there is room for {room}. {_REMEDIES[mode]}"
 
 
 class BlockLayout(NamedTuple):
