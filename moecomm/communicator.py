@@ -218,8 +218,10 @@ class Communicator(Status):
             expert_alignment: expert_major: each local expert's rows are padded with zero rows to a multiple of it.
             capacity: throughput only: N, whatever arrives, for shapes that do not change; what arrives is followed by
                 zero rows, of id -1 and weight 0. Equal on all ranks. None: what arrives (expert_alignment included).
+                CUDA tensors, layout expert_major, where autograd does not record the call: by kernels alone, so that a
+                CUDA graph can hold it; the device finds what does not fit, and ids that are none, and `check` raises it.
             handle: of an earlier dispatch: same routing, layout, alignment and capacity again, without exchanging
-                counts; `mode`, `layout` and `expert_alignment` are not read then.
+                counts (but where kernels alone make it); `mode`, `layout` and `expert_alignment` are not read then.
 
         Returns:
             What arrived here; see `Received`.
@@ -341,6 +343,7 @@ class Communicator(Status):
 
         Raises:
             MemoryLimitExceeded: there is no memory for it.
+            ValueError: a graph is being captured, which would write to memory that has gone to others.
         """
         rows = self._exchanger.combine_buffer(handle, dtype)
         return rows.view(-1, handle.capacity, self.hidden) if handle.layout == "slab" else rows

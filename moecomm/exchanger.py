@@ -142,7 +142,8 @@ class Exchanger:
             x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
-            self._refuse(Operation.DISPATCH, error, mode, handle, is_hosted)
+            is_fixed = capacity is not None and layout == "expert_major"
+            self._refuse(Operation.DISPATCH, error, mode, handle, is_hosted, is_fixed=is_fixed)
             raise
         return algorithm.begin_dispatch(x, routing, row_format, weights)
 
@@ -157,11 +158,13 @@ class Exchanger:
         algorithm.check_rows(layout, num_rows, row_format)
         return algorithm, num_rows, row_format
 
-    def _refuse(self, operation: Operation, error: Exception, mode: str, handle: Any, is_hosted: bool) -> None:
+    def _refuse(
+        self, operation: Operation, error: Exception, mode: str, handle: Any, is_hosted: bool, *, is_fixed: bool = False
+    ) -> None:
         """Lets the peers know that this rank does not make a call."""
         routing = handle.routing if isinstance(handle, Handle) else None
         algorithm = self.session.algorithms.get(mode if routing is None else handle.mode)
-        by_device = algorithm is not None and algorithm.is_by_device(routing, is_hosted=is_hosted)
+        by_device = algorithm is not None and algorithm.is_by_device(routing, is_hosted=is_hosted, is_fixed=is_fixed)
         (self.session.refuse_by_device if by_device else self.session.refuse)(operation, error)
 
     def _admit(self, operation: Operation, make_room: bool) -> None:

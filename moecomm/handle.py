@@ -43,7 +43,7 @@ class Handle:
     def counts(self) -> torch.Tensor:
         """`[R, E + R]` int32 on the host: per source rank its routes per expert, then its distinct tokens per rank.
 
-        After a low-latency dispatch on a device, to read it is to wait for the device.
+        After a dispatch that a device has made alone, to read it is to wait for the device.
         """
         counts = self._known.counts
         assert counts is not None

@@ -47,17 +47,19 @@ class Status:
         return self._exchanger.session.arrived_tokens()
 
     def check(self) -> None:
-        """Waits for the device and raises what has gone wrong in low-latency calls, replayed ones included.
+        """Waits for the device and raises what has gone wrong in calls that kernels make alone, replayed ones included.
 
-        The device finds these errors, so calls and `wait` raise them only if they are known by then. They stop the
-        later low-latency calls of every rank, so that nothing of a result is worth anything before `check` has not
-        raised. All ranks call it behind the same calls. On the CPU there is nothing to wait for, and nothing to raise.
+        Those are low-latency calls, and throughput calls with a capacity in layout expert_major. The device finds these
+        errors, so calls and `wait` raise them only if they are known by then. They stop the later calls by kernels of
+        every rank, so that nothing of a result is worth anything before `check` has not raised. All ranks call it
+        behind the same calls. On the CPU there is nothing to wait for, and nothing to raise.
 
         Raises:
-            CapacityExceeded: rows did not fit (duplicates in `topk_idx`); all ranks raise it, and may go on behind it.
+            CapacityExceeded: rows did not fit (low latency: duplicates in `topk_idx`); all ranks raise it, and may go
+                on behind it.
             ValueError: an id of some rank is no expert; likewise.
-            PeerTimeout, PeerLost, CallMismatch: the ranks did not all make the same call in time; a new Communicator is
-                needed.
+            CallMismatch: the ranks' calls differ; likewise.
+            PeerTimeout, PeerLost: the ranks did not all make a call in time; a new Communicator is needed.
         """
         self._exchanger.check()
 

@@ -154,13 +154,48 @@ class LateCaptured(_Locked):
             self._kernels.sum_rows(placed, out, **options)
 
     def _look(self, slot, ticket):
-        control = self._kernels.control
+        self.look(self._kernels.control, slot, ticket)
+
+    def look(self, control, slot, ticket):
+        """Waits until all have come so far, or no longer."""
         lanes = np.asarray(_Interface(control.board, 8 * control.num_ranks * (slot + 1), None)).view(np.int64)
         deadline = time.monotonic_ns() + self._timeout_ns
         while (lanes[slot * control.num_ranks :] < ticket.item()).any() and control.status[0] == 0:
             if time.monotonic_ns() > deadline:
                 return
             time.sleep(5e-4)
+
+
+class LateStatic(_Locked):
+    """Calls of fixed shape; as `LateCaptured`, whose kernels these go with."""
+
+    def __init__(self, kernels, calls):
+        super().__init__(kernels)
+        self._calls = calls
+
+    def push(self, block):
+        self._look("announcements", block.announced)
+        with _interpreter:
+            self._kernels.push(block)
+
+    def arrive(self, block):
+        self._look("pushes", block.pushed)
+        with _interpreter:
+            self._kernels.arrive(block)
+
+    def sum_rows(self, block, out, **options):
+        self._look("readiness", block.placed.combined)
+        with _interpreter:
+            self._kernels.sum_rows(block, out, **options)
+
+    def release(self, block):
+        self._look("releases", block.released)
+        with _interpreter:
+            self._kernels.release(block)
+
+    def _look(self, operation, ticket):
+        exchange = self._calls._kernels
+        self._calls.look(exchange.control, getattr(exchange, operation).slot, ticket)
 
 
 class LateCapturedKernels:
@@ -174,11 +209,17 @@ class LateCapturedKernels:
         self._looks = looks
         self._kernels = captured_kernels_for("triton")
         self.memory = self._kernels.memory
+        self.mailbox_bytes = self._kernels.mailbox_bytes
 
     def make(self, *args, **options):
         with _interpreter:
             made = self._kernels.make(*args, **options)
         return LateCaptured(made) if self._looks else _Locked(made)
+
+    def make_static(self, calls, **places):
+        with _interpreter:
+            made = self._kernels.make_static(calls._kernels, **places)
+        return LateStatic(made, calls) if self._looks else _Locked(made)
 
 
 class LateMemory(DeviceMemory):

@@ -20,13 +20,14 @@ from moecomm.kernels.eager import Form, Sorted
 from moecomm.kernels.registry import eager_kernels_for, kernels_for
 from moecomm.kernels.triton.captured import CapturedExchange, captured_memory
 from moecomm.kernels.triton.captured_blocks import Placed
-from moecomm.kernels.triton.captured_static import StaticDispatch, static_mailbox_bytes
+from moecomm.kernels.triton.captured_static import StaticExchange, static_mailbox_bytes
 from moecomm.testing.contracts.cases import random_rows
 
 __all__ = ["check"]
 
 _TIMEOUT_NS = 5_000_000_000
 _LINE = 64
+_SIGNATURE = 1
 _CALLS = 3  # into the same block; one more than there are windows
 
 
@@ -59,6 +60,7 @@ class _Ranks:
             _Shared(num_ranks, num_bytes, device) for num_bytes in (needed.board, needed.windows, needed.outputs)
         ]
         boards, windows, outputs = (shared.addresses for shared in self._shared)
+        self._outputs = outputs
         self.exchanges = [
             CapturedExchange(
                 rank,
@@ -87,9 +89,11 @@ class _Ranks:
                 device,
             )
             self._shared.append(mailboxes)
-            self.statics = [StaticDispatch(exchange, mailboxes.addresses) for exchange in self.exchanges]
-            told = values if form.value_bytes else None
-            self.static_blocks = [static.block(form, rows, told) for static in self.statics]
+            # One process: all memory is one region, from address 0 on.
+            nowhere = [0] * num_ranks
+            self.statics = [StaticExchange(exchange, mailboxes.addresses, nowhere) for exchange in self.exchanges]
+            places = zip(self.statics, rows, values, inputs.tokens, strict=True)
+            self.static_blocks = [static.block(form, *where) for static, *where in places]
             self.placed = [block.placed for block in self.static_blocks]
         else:
             self.blocks = [
@@ -111,9 +115,10 @@ class _Ranks:
         ]
         if self.is_static:
             parts = zip(self.statics, self.static_blocks, given, strict=True)
-            batches = [static.announce(x, ids, block, topk_weights=w) for static, block, (x, ids, w) in parts]
-            for static, batch in zip(self.statics, batches, strict=True):
-                static.push(batch)
+            for static, block, (x, ids, weights) in parts:
+                static.announce(x, ids, block, signature=_SIGNATURE, topk_weights=weights)
+            for static, block in zip(self.statics, self.static_blocks, strict=True):
+                static.push(block)
             for static, block in zip(self.statics, self.static_blocks, strict=True):
                 static.arrive(block)
             return
@@ -124,10 +129,23 @@ class _Ranks:
 
     def combine(self, answers: list[Tensor], weights: list[Tensor | None], outs: list[Tensor]) -> None:
         device = self.side.device
+        if self.is_static:
+            self._combine_static([y.to(device) for y in answers], weights, outs)
+            return
         for exchange, placed, y in zip(self.exchanges, self.placed, answers, strict=True):
             exchange.send_rows(y.to(device), placed)
         for exchange, placed, out, scale in zip(self.exchanges, self.placed, outs, weights, strict=True):
             exchange.sum_rows(placed, out, topk_weights=None if scale is None else scale.to(device))
+
+    def _combine_static(self, answers: list[Tensor], weights: list[Tensor | None], outs: list[Tensor]) -> None:
+        device, parts = self.side.device, list(zip(self.statics, self.static_blocks, strict=True))
+        for (static, block), y, place in zip(parts, answers, self._outputs, strict=True):
+            static.send_rows(y, block, place=place, signature=_SIGNATURE)
+        for (static, block), out, scale in zip(parts, outs, weights, strict=True):
+            moved = None if scale is None else scale.to(device)
+            static.sum_rows(block, out, signature=_SIGNATURE, topk_weights=moved)
+        for static, block in parts:
+            static.release(block)
 
     def wrong(self, rank: int, inputs: Inputs, learned: Sorted, memory: list[Tensor]) -> int:
         """Elements of a rank's block, and of what it has learned, that are not the reference's."""
@@ -191,4 +209,4 @@ def _pairs(
             exchange.check()
             summed = poisoned(inputs.tokens[rank] + 2, columns, dtype=torch.bfloat16, device=cpu)
             reference.combine_rows(summed[1:-1], right[rank][0].routes, addresses, weights=weights[rank])
-            yield "captured combine", name, wrong_bits(whole[rank], summed)
+            yield f"{'static' if is_static else 'captured'} combine", name, wrong_bits(whole[rank], summed)

@@ -12,15 +12,17 @@ the host must know all the same (autograd records the call, or a compiler has tr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from moecomm import _C
 from moecomm.algorithms.base import Algorithm
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.captured_blocks import BlockPool, Lease
 from moecomm.algorithms.captured_calls import CapturedCombine, CapturedDispatch
 from moecomm.algorithms.device_calls import DeviceCalls
+from moecomm.algorithms.device_sequencer import DeviceSequencer
 from moecomm.algorithms.eager import Eager
 from moecomm.algorithms.eager_sizes import EagerForm, EagerSizes
 from moecomm.algorithms.exchange import Exchange
@@ -48,9 +50,10 @@ class Captured(Algorithm):
 
     Attributes:
         queue: of the exchange.
+        device: of the exchange.
         placement: which rank hosts which expert.
         kernels: make the calls.
-        pool: blocks for what arrives.
+        pool: blocks for what arrives, here and in throughput calls of fixed shape.
     """
 
     name = "captured"
@@ -60,7 +63,7 @@ class Captured(Algorithm):
         assert isinstance(device, AsynchronousDevice)
         assert isinstance(queue, OrderedQueue)
         self._exchange = exchange
-        self._device = device
+        self.device = device
         self.queue = queue
         self.placement = exchange.placement
         self._sizes, needed, total = self._fitting(sizes, max_in_flight)
@@ -77,10 +80,12 @@ class Captured(Algorithm):
         self.kernels = self._make_kernels(needed, max_in_flight, timeout)
         exchange.device_calls = DeviceCalls(queue, self.kernels, exchange.transport, timeout)
         exchange.captured = self.kernels
+        assert isinstance(exchange.sequencer, DeviceSequencer)
+        exchange.sequencer.before_begin = exchange.device_calls.finish_long
+        self.pool = BlockPool(exchange, queue)
+        exchange.memory.reclaim = self.pool.release
         if not self.refusal:
             self._hosted = Eager(exchange, exchange.topology, self._sizes, max_in_flight)
-            self.pool = BlockPool(exchange, queue, self.kernels)
-            exchange.memory.reclaim = self.pool.release
 
     def _fitting(self, sizes: EagerSizes, max_in_flight: int) -> tuple[EagerSizes, CapturedMemory, int]:
         """Sizes for the widest numbers for which there is memory, what kernels need for them, and bytes in all."""
@@ -88,7 +93,7 @@ class Captured(Algorithm):
         num_ranks = exchange.transport.num_ranks
         for widest in _WIDTHS:
             found = sizes.narrowed(widest)
-            needed = self._device.captured_kernels().memory(
+            needed = self.device.captured_kernels().memory(
                 num_ranks=num_ranks,
                 max_in_flight=max_in_flight,
                 max_tokens_per_rank=found.max_tokens_per_rank,
@@ -109,12 +114,12 @@ class Captured(Algorithm):
         def everybodys(nbytes: int) -> list[int]:
             if not nbytes:
                 return [0] * len(ranks)
-            region = transport.allocate_on(self._device, nbytes)
+            region = transport.allocate_on(self.device, nbytes)
             return [transport.peer(region, rank) or 0 for rank in ranks]
 
         boards, windows = everybodys(needed.board), everybodys(needed.windows)
         make = functools.partial(
-            self._device.captured_kernels().make,
+            self.device.captured_kernels().make,
             exchange.rank,
             boards=boards,
             windows=windows,
@@ -140,10 +145,14 @@ class Captured(Algorithm):
             routing.layout, routing.capacity, routing.expert_alignment, row_format, num_topk, value_bytes
         )
 
-    def view(self, lease: Lease) -> Callable[[int, torch.dtype, Sequence[int]], torch.Tensor]:
-        """Gives tensors of an address, dtype and shape, which keep the lease."""
-        device = self._device
-        return lambda address, dtype, shape: device.view(address, lease, dtype, shape)
+    def lease(self, form: EagerForm) -> Lease:
+        """A block for a dispatch that is about to begin; see `BlockPool.lease`."""
+
+        def make(memory: _C.Block) -> Any:
+            values = memory.address + form.block.offsets[1] if form.kernel.value_bytes else 0
+            return self.kernels.block(form.kernel, memory.address, values)
+
+        return self.pool.lease((form.kernel, form.shape), form.block.nbytes, make, "low-latency dispatch")
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -170,14 +179,14 @@ class Captured(Algorithm):
     def capacity(self, layout: str, expert_alignment: int) -> int:
         return self._sizes.rows(layout, expert_alignment)
 
-    def is_by_device(self, routing: Routing | None, *, is_hosted: bool) -> bool:
+    def is_by_device(self, routing: Routing | None, *, is_hosted: bool, is_fixed: bool) -> bool:
         return not is_hosted and (routing is None or routing.on_device is not None)
 
     def begin_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:
         known = None if routing.routes is None else routing
-        if not self.is_by_device(known, is_hosted=routing.is_hosted):
+        if not self.is_by_device(known, is_hosted=routing.is_hosted, is_fixed=True):
             return self._hosted.begin_dispatch(x, routing.known_to_host(), row_format, topk_weights)
         try:
             dispatch = CapturedDispatch(self, x, routing, row_format, topk_weights)

@@ -1,4 +1,4 @@
-"""Blocks for the rows of low-latency dispatches that the device makes by itself.
+"""Blocks for the rows of calls that the device makes by itself.
 
 A block stays what it is once it is made: memory, and on the device what kernels know of it, such as which rows hold
 something. So it is zeroed once, and used again for calls of the same form as soon as nobody has tensors of it.
@@ -10,7 +10,7 @@ calls than those of captures from then on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,8 @@ from moecomm.codecs.base import RowFormat
 from moecomm.devices.base import Event
 from moecomm.devices.queue import OrderedQueue
 from moecomm.devices.views import Placed, tensor_of
-from moecomm.kernels.captured import CapturedCalls
-from moecomm.kernels.eager import Form
 
 __all__ = ["BlockPool", "Lease"]
-
-_Key = tuple[Form, tuple[int, ...]]
 
 
 class _Kept:
@@ -36,7 +32,7 @@ class _Kept:
 
     Attributes:
         memory: of rows and weights.
-        captured: the kernels' block.
+        captured: the kernels' block, if they keep one.
         for_graphs: it was used in a capture.
         watches: what shows whether somebody has written to the tensors given out last.
         events: after which it may be written to.
@@ -68,7 +64,7 @@ class Lease:
         end_of_use: gives the events after which it is free; called once, in any thread.
 
     Attributes:
-        captured: the kernels' block.
+        captured: the kernels' block, if they keep one.
         memory: of rows and weights.
     """
 
@@ -115,25 +111,36 @@ class BlockPool:
     Arguments:
         exchange: what calls share.
         queue: of it.
-        kernels: that fill the blocks.
     """
 
-    def __init__(self, exchange: Exchange, queue: OrderedQueue, kernels: CapturedCalls) -> None:
+    def __init__(self, exchange: Exchange, queue: OrderedQueue) -> None:
+        self._exchange = exchange
         self._memory = exchange.memory
         self._queue = queue
-        self._kernels = kernels
         self._me = exchange.transport.describe_peer(exchange.rank)
-        self._idle: dict[_Key, _Idle] = {}
+        self._idle: dict[Hashable, _Idle] = {}
 
-    def lease(self, form: EagerForm) -> Lease:
+    def lease(self, key: Hashable, nbytes: int, make: Callable[[_C.Block], Any], title: str) -> Lease:
         """A block for a call that is about to begin on the caller's current stream, to be cleaned by its work.
+
+        Arguments:
+            key: a block that was made for an equal one will do.
+            nbytes: of the block.
+            make: gives what kernels keep of a new block, whose memory is zero.
+            title: of the operation, for messages.
 
         Raises:
             MemoryLimitExceeded: there is no memory for one more.
             ValueError: one would have to be made while a graph is captured.
         """
-        idle = self._idle.setdefault((form.kernel, form.shape), _Idle(deque(), deque()))
-        kept = self._captured(idle) if self._queue.is_capturing() else self._ready(idle, form)
+        idle = self._idle.setdefault(key, _Idle(deque(), deque()))
+        if self._queue.is_capturing():
+            kept = self._captured(idle, title)
+        elif idle.others:
+            kept = idle.others.popleft()
+            self._queue.come_after(kept.events)
+        else:
+            kept = self._made(nbytes, make, title)
         return Lease(kept, idle, self._queue.end_of_use())
 
     def clean(self, lease: Lease) -> None:
@@ -145,35 +152,28 @@ class BlockPool:
         self._queue.run(used.zero_)
 
     def release(self) -> None:
-        """Gives the memory of idle blocks back, but for those of graphs."""
+        """Gives the memory of idle blocks back, but for those of graphs, unless a late peer may still write to it."""
+        calls = self._exchange.device_calls
+        if calls is not None and calls.has_failed:
+            return
         for idle in self._idle.values():
             while idle.others:
                 # Whatever comes there next is written to on our stream, or claimed behind our stream's work.
                 self._queue.come_after(idle.others.popleft().events)
 
-    def _captured(self, idle: _Idle) -> _Kept:
+    def _captured(self, idle: _Idle, title: str) -> _Kept:
         if not idle.graphs and not idle.others:
             raise ValueError(
-                "mode 'low_latency': no block is free for what a dispatch in a graph brings. Make the same calls once "
-                "before the capture, and let go of what they gave, or of what other graphs of such calls gave"
+                f"{title}: no block is free for rows in a graph, and a capture makes none. Make the same calls once "
+                "before it, and let go of what they gave, or of what other graphs of such calls gave"
             )
         kept = idle.graphs.popleft() if idle.graphs else idle.others.popleft()
         kept.for_graphs = True
         return kept
 
-    def _ready(self, idle: _Idle, form: EagerForm) -> _Kept:
-        if not idle.others:
-            return self._made(form)
-        kept = idle.others.popleft()
-        self._queue.come_after(kept.events)
-        return kept
-
-    def _made(self, form: EagerForm) -> _Kept:
-        nbytes = form.block.nbytes
+    def _made(self, nbytes: int, make: Callable[[_C.Block], Any], title: str) -> _Kept:
         memory = self._memory.allocate(nbytes)
         if memory is None:
-            raise self._memory.exceeded("low-latency dispatch", self._me, nbytes, self._memory.limit)
+            raise self._memory.exceeded(title, self._me, nbytes, self._memory.limit)
         self._queue.set_bytes(memory.address, nbytes, 0)
-        rows = memory.address
-        values = rows + form.block.offsets[1] if form.kernel.value_bytes else 0
-        return _Kept(memory, self._queue.ask(lambda: self._kernels.block(form.kernel, rows, values)))
+        return _Kept(memory, self._queue.ask(lambda: make(memory)))

@@ -3,21 +3,69 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from moecomm.algorithms.base import Arrival, Returned
 from moecomm.algorithms.calls import Call, Phase
+from moecomm.algorithms.captured_blocks import Lease
+from moecomm.algorithms.eager_sizes import EagerForm
 from moecomm.algorithms.routing import DeviceRouting, Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
+from moecomm.devices.base import AsynchronousDevice
 from moecomm.devices.queue import OrderedQueue
+from moecomm.placement import Placement
 
 if TYPE_CHECKING:
     from moecomm.algorithms.captured import Captured
 
-__all__ = ["CapturedCombine", "CapturedDispatch"]
+__all__ = ["CapturedCombine", "CapturedDispatch", "FilledBlock", "arrival_in"]
+
+
+class FilledBlock(NamedTuple):
+    """What a dispatch leaves on the device.
+
+    Attributes:
+        lease: of the memory.
+        placed: what the kernels tell of its rows.
+        answered: what they want when rows go home.
+        device: where it is.
+        placement: which rank hosts which expert.
+    """
+
+    lease: Lease
+    placed: Any
+    answered: Any
+    device: AsynchronousDevice
+    placement: Placement
+
+
+def arrival_in(
+    block: FilledBlock, form: EagerForm, row_format: RowFormat, routing: Routing, ids: torch.Tensor, call: Call
+) -> Arrival:
+    """What has arrived; tensors keep the lease.
+
+    Arguments:
+        routing: if it is complete, it stays; else it becomes what the device knows.
+        ids: `[T, K]`, which the caller does not change.
+        call: that has brought it.
+    """
+    lease, placed, device = block.lease, block.placed, block.device
+    first, arrived = lease.memory.address, placed.arrived
+
+    def shared(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+        return device.view(tensor.data_ptr(), lease, tensor.dtype, shape or tensor.shape)
+
+    x, weights = lease.give_out(lambda dtype, at, shape: device.view(first + at, lease, dtype, shape), form, row_format)
+    tokens = shared(arrived.num_tokens_per_expert)
+    offsets = None if routing.layout == "slab" else shared(arrived.offsets)
+    if routing.routes is None:
+        known = DeviceRouting(block.placement, shared(arrived.counts), block.answered, lease)
+        routes = shared(placed.routes, *ids.shape)
+        routing = routing._replace(topk_idx=ids, routes=routes, origin=call.sequence, on_device=known)
+    return Arrival(x, weights, None, tokens, offsets, routing)
 
 
 class CapturedDispatch:
@@ -48,7 +96,7 @@ class CapturedDispatch:
         self.row_format = row_format
         self.topk_weights = topk_weights
         self.form = home.form(routing, row_format, topk_weights)
-        self.lease = home.pool.lease(self.form)
+        self.lease = home.lease(self.form)
         self.placed = self.lease.captured.placed
         self.call = Call(Operation.EAGER_DISPATCH, (), self._phases, self, by_device=True)
 
@@ -68,25 +116,10 @@ class CapturedDispatch:
             queue.run(self.ids.copy_, ids)
 
     def _receive(self) -> None:
-        self.home.queue.run(self.home.kernels.receive, self.lease.captured)
-        view = self.home.view(self.lease)
-        first = self.lease.memory.address
-        x, weights = self.lease.give_out(
-            lambda dtype, at, shape: view(first + at, dtype, shape), self.form, self.row_format
-        )
-        arrived = self.placed.arrived
-
-        def shared(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-            return view(tensor.data_ptr(), tensor.dtype, shape or tensor.shape)
-
-        tokens = shared(arrived.num_tokens_per_expert)
-        offsets = None if self.routing.layout == "slab" else shared(arrived.offsets)
-        routing = self.routing
-        if routing.routes is None:
-            known = DeviceRouting(self.home.placement, shared(arrived.counts), self.placed, self.lease)
-            routes = shared(self.placed.routes, *self.ids.shape)
-            routing = routing._replace(topk_idx=self.ids, routes=routes, origin=self.call.sequence, on_device=known)
-        self.call.result = Arrival(x, weights, None, tokens, offsets, routing)
+        home = self.home
+        home.queue.run(home.kernels.receive, self.lease.captured)
+        block = FilledBlock(self.lease, self.placed, self.placed, home.device, home.placement)
+        self.call.result = arrival_in(block, self.form, self.row_format, self.routing, self.ids, self.call)
 
     _phases = (Phase("send", None, _send), Phase("receive", None, _receive))
 

@@ -20,7 +20,7 @@ from moecomm.algorithms.calls import LANE_REFUSED, Call
 from moecomm.algorithms.mailbox import Mailbox, Notice
 from moecomm.algorithms.signature import Operation
 from moecomm.devices.queue import OrderedQueue
-from moecomm.errors import CommunicatorClosed, PeerFailed
+from moecomm.errors import CallMismatch, CommunicatorClosed, PeerFailed
 from moecomm.kernels.captured import CapturedCalls
 from moecomm.transports.base import Transport
 
@@ -34,7 +34,7 @@ class DeviceJob(Protocol):
     """What the phases of such a call work on.
 
     Attributes:
-        call: the call, with two phases.
+        call: the call, with two or three phases.
         placed: what it uses as long as it is in flight, and no other call may.
     """
 
@@ -52,7 +52,9 @@ class DeviceJob(Protocol):
 class DeviceCalls:
     """These calls of one communicator on one rank. Construction is collective.
 
-    A call has two phases: the first one sends and never waits, the second one lets the device wait for the peers'.
+    The first phase of a call sends and never waits; each later one lets the device wait for the peers' phase before it.
+    Of two phases only one waits, for what is on its way when it is launched. Of three the last one waits for what peers
+    launch later: whatever hosts have to do with each other before they launch it must not come behind it on a device.
 
     Arguments:
         queue: the device's work.
@@ -80,7 +82,7 @@ class DeviceCalls:
 
     @property
     def in_flight(self) -> tuple[Call, ...]:
-        """Calls that have begun and whose second phase has not been launched."""
+        """Calls that have begun and whose last phase has not been launched."""
         return tuple(self._outstanding)
 
     def begin(self, call: Call) -> Call:
@@ -101,9 +103,9 @@ class DeviceCalls:
         return call
 
     def step(self, call: Call) -> None:
-        """Launches what is left of the oldest call in flight, if this one is."""
+        """Launches one more phase of the oldest call in flight, if this one is."""
         if not call.settled:
-            self.finish_oldest()
+            self._advance()
 
     def poll(self, call: Call) -> bool:
         """Launches what is left of this call and those before it, for which the host never waits; True."""
@@ -125,9 +127,24 @@ class DeviceCalls:
 
     def finish_oldest(self) -> None:
         """Launches what is left of the oldest call in flight; its error waits for whoever waits for it."""
-        call = self._outstanding.popleft()
-        call.phases[1].run(call.job)
-        call.num_run = 2
+        oldest = self._outstanding[0]
+        while not oldest.settled:
+            self._advance()
+
+    def finish_long(self) -> None:
+        """Launches what is left of calls of three phases, and of those before them."""
+        while any(len(call.phases) > 2 for call in self._outstanding):
+            self.finish_oldest()
+
+    def _advance(self) -> None:
+        call = self._outstanding[0]
+        is_last = call.num_run == len(call.phases) - 1
+        if is_last:
+            self._outstanding.popleft()
+        call.next_phase.run(call.job)
+        call.num_run += 1
+        if not is_last:
+            return
         self._queue.settle(call)
         try:
             self._raise_known()
@@ -156,8 +173,14 @@ class DeviceCalls:
         try:
             self._queue.ask(self._kernels.check)
         except Exception as error:
-            self._words[0] = 0 if isinstance(error, ValueError) else 1  # a ValueError is forgotten, all else lasts
+            is_forgotten = isinstance(error, (ValueError, CallMismatch))  # found by all ranks alike; all else lasts
+            self._words[0] = 0 if is_forgotten else 1
             raise
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a wait has failed, as far as the host knows: what peers still write is not known any more."""
+        return int(self._words[0]) > 0
 
     def ask(self, work: Callable[[], A]) -> A:
         """What work on the device gives; the host waits for it, and for all before."""

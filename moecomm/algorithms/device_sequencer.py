@@ -7,6 +7,7 @@ after it on this rank's device, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call
@@ -27,6 +28,9 @@ class DeviceSequencer(Sequencer):
     Arguments:
         queue: the device's work.
         transport, mailbox, max_in_flight, timeout: as in `Sequencer`.
+
+    Attributes:
+        before_begin: called before a call is given to the device; see `DeviceCalls.finish_long`.
     """
 
     def __init__(
@@ -34,13 +38,16 @@ class DeviceSequencer(Sequencer):
     ) -> None:
         super().__init__(transport, mailbox, max_in_flight, timeout)
         self._queue = queue
+        self.before_begin: Callable[[], object] = lambda: None
 
     def begin(self, call: Call) -> Call:
         if self._queue.is_capturing():
             raise ValueError(
                 f"{call.operation.title}: hosts take part in this call, so no graph can hold it. Low-latency calls can "
-                "be captured, where autograd does not record them and their handle comes from such a call"
+                "be captured, and throughput calls of layout 'expert_major' with a capacity, where autograd does not "
+                "record them and their handle comes from such a call"
             )
+        self.before_begin()
         try:
             self._queue.begin(call, call.job.prepare)
         except TransportError as error:

@@ -216,6 +216,8 @@ class Exchange(Session):
 
     def expose(self, num_rows: int, row_format: RowFormat, *, is_fixed: bool) -> torch.Tensor:
         nbytes = num_rows * row_format.row_bytes
+        if isinstance(self.queue, OrderedQueue) and self.queue.is_capturing():
+            raise ValueError("combine_buffer: a capture makes no memory; make the buffer before it, and keep it")
         self.sequencer.release_quarantine()
         block = self.memory.allocate_leaving(nbytes) if is_fixed else self.memory.allocate(nbytes)
         me = self.transport.describe_peer(self.rank)

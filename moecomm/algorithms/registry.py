@@ -15,6 +15,7 @@ from moecomm.algorithms.hierarchical import Hierarchical
 from moecomm.algorithms.hops import WAYS, Hops, Way
 from moecomm.algorithms.refused import Refused
 from moecomm.algorithms.rendezvous import Rendezvous
+from moecomm.algorithms.static import Static
 from moecomm.devices.base import Device
 from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group
@@ -150,7 +151,8 @@ def make_session(
         if device.is_host:
             low_latency = Eager(exchange, found, sizes, max_in_flight)
         elif exchange.reach.is_complete:
-            low_latency = Captured(exchange, sizes, max_in_flight, timeout)
+            low_latency = captured = Captured(exchange, sizes, max_in_flight, timeout)
+            throughput = Static(exchange, captured, sizes, max_in_flight)
         else:
             low_latency = Refused(_far_low_latency(exchange))
         exchange.algorithms = {"throughput": throughput, "low_latency": low_latency}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import zlib
 from functools import lru_cache
 
 import torch
@@ -11,7 +12,7 @@ from moecomm.algorithms.plan import Layout
 from moecomm.algorithms.routing import Routing
 from moecomm.codecs.base import RowFormat, dtype_name
 
-__all__ = ["Operation", "Words", "describe", "origin_of", "shape_words", "words_of"]
+__all__ = ["Operation", "Words", "describe", "digest_of", "origin_of", "shape_words", "words_of"]
 
 Words = tuple[int, ...]
 
@@ -68,6 +69,11 @@ def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None
     if per_host:
         words = (*words[:-1], words[-1] + _PER_HOST)
     return *words, origin_of(routing)
+
+
+def digest_of(operation: Operation, words: Words) -> int:
+    """A number of 31 bits by which devices know a call of the same operation and words."""
+    return zlib.crc32(repr((int(operation), words)).encode()) >> 1
 
 
 def describe(operation: int, words: Words) -> str:

@@ -1,4 +1,4 @@
-"""Low-latency calls that a device makes by itself: what communicators want of the kernels.
+"""Calls that a device makes by itself, low-latency ones and those of fixed shape: what communicators want of kernels.
 
 T num_tokens   K num_topk   E num_experts   E_local experts here   R num_ranks   H hidden   N rows of the block
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecomm.kernels.eager import Form
 
-__all__ = ["CapturedCalls", "CapturedKernels", "CapturedMemory"]
+__all__ = ["CapturedCalls", "CapturedKernels", "CapturedMemory", "StaticCalls"]
 
 
 class CapturedMemory(NamedTuple):
@@ -80,6 +80,47 @@ class CapturedCalls(Protocol):
         ...
 
 
+class StaticCalls(Protocol):
+    """The throughput calls of one rank, of fixed shape, in layout expert_major; methods launch and never wait.
+
+    What goes wrong is told by the `CapturedCalls` for which they were made. `signature` stands for what the ranks of a
+    call must agree on, a number of 31 bits.
+    """
+
+    def block(self, form: Form, rows_at: int, values_at: int, max_tokens: int) -> Any:
+        """A place for the rows of a dispatch, zeros at these offsets in my region, for up to so many tokens of mine.
+
+        Its `placed` is as in `CapturedCalls.block`.
+        """
+        ...
+
+    def announce(
+        self, x: Tensor, topk_idx: Tensor, block: Any, *, signature: int, topk_weights: Tensor | None = None
+    ) -> None:
+        """Begins a dispatch: tells every rank how many rows come, and where the block is."""
+        ...
+
+    def push(self, block: Any) -> None:
+        """Goes on with it, behind what all ranks have announced: writes my rows to their places."""
+        ...
+
+    def arrive(self, block: Any) -> None:
+        """Ends it, behind what all ranks have pushed."""
+        ...
+
+    def send_rows(self, y: Tensor, block: Any, *, place: int, signature: int) -> None:
+        """Begins a combine of rows that lie, or are copied to, at this offset in my region."""
+        ...
+
+    def sum_rows(self, block: Any, out: Tensor, *, signature: int, topk_weights: Tensor | None = None) -> None:
+        """Goes on with it, behind what all ranks have begun: reads my tokens' rows where they lie and sums them."""
+        ...
+
+    def release(self, block: Any) -> None:
+        """Ends it, when all ranks have read."""
+        ...
+
+
 class CapturedKernels(Protocol):
     """Makes calls that a device makes by itself."""
 
@@ -114,4 +155,18 @@ class CapturedKernels(Protocol):
         describe: Callable[[int], str],
     ) -> CapturedCalls:
         """The calls of a rank, with the addresses of everybody's memory, by rank."""
+        ...
+
+    def mailbox_bytes(self, *, num_ranks: int, num_experts: int, max_in_flight: int) -> int:
+        """Bytes of memory that every rank gives to all for calls of fixed shape, zero at first."""
+        ...
+
+    def make_static(self, calls: CapturedCalls, *, mailboxes: Sequence[int], regions: Sequence[int]) -> StaticCalls:
+        """The calls of fixed shape of a rank, beside its others.
+
+        Arguments:
+            calls: of `make`.
+            mailboxes: addresses of everybody's `mailbox_bytes`, by rank.
+            regions: addresses of everybody's memory that rows lie in.
+        """
         ...

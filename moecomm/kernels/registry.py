@@ -40,7 +40,7 @@ _KNOWN_EAGER = {
     "triton": ("moecomm.kernels.triton.eager", "TritonEagerKernels"),
 }
 _KNOWN_CAPTURED = {
-    "triton": ("moecomm.kernels.triton.captured", "TritonCapturedKernels"),
+    "triton": ("moecomm.kernels.triton.captured_kernels", "TritonCapturedKernels"),
 }
 _KNOWN_SIGNALS = {
     "triton": ("moecomm.kernels.triton.stream_signals", "TritonSignalKernels"),

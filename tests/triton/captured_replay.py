@@ -7,6 +7,7 @@ from moecomm.kernels.triton import (
     captured_combine,
     captured_messages,
     captured_plan,
+    captured_ready,
     captured_rows,
     captured_send,
     captured_static,
@@ -17,7 +18,7 @@ from moecomm.kernels.triton import (
 )
 
 MODULES = [captured_announce, captured_combine, captured_messages, captured_plan, captured_rows, captured_send]
-MODULES += [captured_static, captured_zeros, counts, push]
+MODULES += [captured_ready, captured_static, captured_zeros, counts, push]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from triton.runtime import driver
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton import captured
 from moecomm.kernels.triton.captured import CapturedExchange, captured_memory
-from moecomm.kernels.triton.captured_static import StaticDispatch
+from moecomm.kernels.triton.captured_static import StaticExchange
 
 compiled = {}
 
@@ -63,6 +63,12 @@ y = torch.zeros(1024, H, dtype=torch.bfloat16)
 block = exchange.block(form, 5 << 40, 6 << 40)
 exchange.dispatch(x, ids, block, topk_weights=weights)
 exchange.combine(y, block.placed, x, topk_weights=weights)
-static = StaticDispatch(exchange, far)
-static.dispatch(x, ids, static.block(form, far, far), topk_weights=weights)
+static = StaticExchange(exchange, far, far)
+block = static.block(form, 1 << 30, 1 << 34, T)
+static.announce(x, ids, block, signature=1, topk_weights=weights)
+static.push(block)
+static.arrive(block)
+static.send_rows(y, block, place=1 << 35, signature=1)
+static.sum_rows(block, x, signature=1, topk_weights=weights)
+static.release(block)
 json.dump(compiled, sys.stdout)

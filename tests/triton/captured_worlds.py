@@ -55,7 +55,7 @@ class StaticRanks:
         for rank in self:
             rank.send(inputs)
         for rank in self:
-            rank.static.push(rank.batch)
+            rank.static.push(rank.block)
         for rank in self:
             rank.static.arrive(rank.block)
             rank.exchange.check()

@@ -1,4 +1,4 @@
-"""One rank of throughput dispatches into blocks of fixed size, beside the reference; as in captured_ranks.py."""
+"""One rank of throughput calls of fixed shape, beside the reference; as in captured_ranks.py."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from kernel_cases import bytes_at
 from window_ranks import fill
 
 from moecomm.kernels.triton.captured_announce import card_bytes
-from moecomm.kernels.triton.captured_static import StaticDispatch, static_mailbox_bytes
+from moecomm.kernels.triton.captured_static import StaticExchange, static_mailbox_bytes
 
 
 class StaticRank(CapturedRank):
@@ -17,7 +17,13 @@ class StaticRank(CapturedRank):
     Arguments:
         mailboxes, blocks: by rank, addresses of memory as `static_memory` says.
         read: copies a tensor that peers write to.
+
+    Attributes:
+        signature: of its calls.
+        places: offsets of rows and weights in its region.
     """
+
+    signature = 1234
 
     def __init__(self, case, rank, boards, windows, outputs, mailboxes, blocks, *, read=torch.clone, **options):
         super().__init__(case, rank, boards, windows, outputs, **options)
@@ -32,18 +38,34 @@ class StaticRank(CapturedRank):
             whole = bytes_at(start, nbytes)
             whole[: case.shift] = POISON
             whole[case.shift + memory.num_bytes :] = POISON
-        self.static = StaticDispatch(self.exchange, mailboxes)
-        rows, values = ([start + case.shift for start in one] if one else None for one in (blocks, values))
-        self.block = self.static.block(case.form, rows, values)
+        # At each rank blocks lie elsewhere in the region.
+        self.static = StaticExchange(self.exchange, mailboxes, [start - 64 * r for r, start in enumerate(blocks)])
+        self.places = 64 * rank + case.shift, 64 * rank + behind + case.shift
+        self.block = self.static.block(case.form, *self.places, case.most)
+        self.out_at = 64 * rank + behind + -(-(self.wanted.values.num_bytes + 2 * GUARD) // GUARD) * GUARD
+        self.answers_at = blocks[rank] - 64 * rank + self.out_at
 
     def send(self, inputs):
         weights = None if inputs.weights is None else inputs.weights[self.rank]
         arguments = inputs.rows[self.rank], inputs.ids[self.rank], self.block
-        self.batch = self.static.announce(*arguments, topk_weights=weights)
+        self.static.announce(*arguments, signature=self.signature, topk_weights=weights)
 
     def receive(self):
-        self.static.push(self.batch)
+        self.static.push(self.block)
         self.static.arrive(self.block)
+
+    def answer(self, call):
+        y = self.case.answers(call)[self.rank]
+        if not self.case.in_place:
+            return y
+        return bytes_at(self.answers_at, max(1, y.nbytes))[: y.nbytes].view(y.dtype).view(y.shape).copy_(y)
+
+    def combine(self, y, out, weights):
+        self.static.send_rows(y, self.block, place=self.out_at, signature=self.signature)
+        self.static.sum_rows(self.block, out, signature=self.signature, topk_weights=weights)
+        self.static.release(self.block)
+        num_words = y.nbytes // 4  # which nobody reads any more
+        fill[(1,)](self.answers_at, num_words, POISON_WORD, BLOCK=triton.next_power_of_2(max(1, num_words)))
 
     @property
     def everything(self):
@@ -58,7 +80,7 @@ class StaticRank(CapturedRank):
 
 
 def static_memory(case):
-    """Bytes of all memory of a `StaticRank` but for blocks, and of those with guards behind rows and weights."""
+    """Bytes of all memory of a `StaticRank`: the last is of blocks with guards, and of the rows of a combine."""
     sizes = {"num_ranks": case.num_ranks, "num_experts": case.num_experts, "max_in_flight": case.depth}
-    rows = case.form.num_rows * (case.row_bytes + case.form.value_bytes)
-    return *case.memory()[:3], static_mailbox_bytes(**sizes), rows + 6 * GUARD
+    rows = case.form.num_rows * (2 * case.row_bytes + case.form.value_bytes)
+    return *case.memory()[:3], static_mailbox_bytes(**sizes), rows + 8 * GUARD

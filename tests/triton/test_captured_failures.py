@@ -131,7 +131,7 @@ def test_calls_are_checked_before_anything_is_launched():
     exchange, block = rank.exchange, rank.block
     x, ids, weights = torch.zeros(2, 7, dtype=torch.bfloat16), torch.zeros(2, 2).long(), torch.zeros(2, 2)
     for wrong, arguments in {
-        r"topk_idx has 5 tokens; max_tokens_per_rank is 4": (x, torch.zeros(5, 2).long(), weights),
+        r"topk_idx has 5 tokens; there is room for 4": (x, torch.zeros(5, 2).long(), weights),
         r"topk_idx is torch.int64 \[2, 3\]; wanted int32 or int64 \[T, 2\]": (x, torch.zeros(2, 3).long(), weights),
         r"topk_idx is torch.float32": (x, weights, weights),
         r"x is torch.bfloat16 \[2, 6\]; wanted 2 rows of 14 bytes": (x[:, :6], ids, weights),

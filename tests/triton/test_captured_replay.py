@@ -21,6 +21,11 @@ from moecomm.testing.contracts.cases import random_rows
 
 NAMES = ("0", "1", "2", "3")
 TOKENS = (4, 0, 7, 3)
+OPTIONS = {
+    "slab": {"mode": "low_latency", "layout": "slab"},
+    "expert_major": {"mode": "low_latency", "layout": "expert_major", "expert_alignment": 2},
+    "fixed": {"expert_alignment": 2, "capacity": 45},
+}
 
 
 class Tensors:
@@ -43,7 +48,7 @@ def pair(comm, given, options, capture=None):
     """A dispatch, the experts, a combine; with `capture` what makes it all again is appended to that."""
     launches = capture or (lambda: _Nothing())
     with launches() as first:
-        received = comm.dispatch(given.x, given.ids, given.weights, mode="low_latency", **options)
+        received = comm.dispatch(given.x, given.ids, given.weights, **options)
     y = torch.empty_like(received.x)
     torch.mul(received.x, 2, out=y)
     with launches() as second:
@@ -61,7 +66,7 @@ class _Nothing:
 
 def replay_all(group, layout, dtype):
     device = LateDevice(identity=DeviceIdentity(str(group.rank), NAMES), looks=False)
-    options = {"layout": layout} | ({"expert_alignment": 2} if layout == "expert_major" else {})
+    options = OPTIONS[layout]
     given = Tensors(TOKENS[group.rank], dtype)
 
     class Capture:
@@ -128,7 +133,13 @@ def replay_all(group, layout, dtype):
 
 @pytest.mark.parametrize(
     ("num_ranks", "layout", "dtype"),
-    [(1, "slab", torch.float64), (3, "slab", torch.bfloat16), (2, "expert_major", torch.float32)],
+    [
+        (1, "slab", torch.float64),
+        (3, "slab", torch.bfloat16),
+        (2, "expert_major", torch.float32),
+        (1, "fixed", torch.float32),
+        (3, "fixed", torch.bfloat16),
+    ],
 )
 def test_replays_give_the_native_bits(num_ranks, layout, dtype):
     launch(replay_all, num_ranks, layout, dtype, backend="processes", timeout=300)

@@ -1,4 +1,4 @@
-"""Throughput dispatch into blocks of fixed size: the reference's rows, replayed, under chaos, and what goes wrong."""
+"""Throughput calls of fixed shape by kernels: the reference's rows, replayed, under chaos, and what goes wrong."""
 
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ from static_ranks import StaticRank, static_memory
 
 from moecomm.errors import CallMismatch, CapacityExceeded, PeerTimeout
 from moecomm.kernels.triton import captured_announce, captured_send, captured_static, signals
+from moecomm.kernels.triton.captured_static import StaticExchange
 from moecomm.testing import launch, masked, with_duplicates
 from moecomm.transports.peers import gather_peers
 from moecomm.transports.shm import ShmTransport
@@ -57,7 +58,7 @@ def call_after_call(group, case, num_calls):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_processes_dispatch_and_combine(num_ranks):
-    case = Case(num_ranks, "expert_major", hidden=9, dtype=torch.float16)
+    case = Case(num_ranks, "expert_major", hidden=9, dtype=torch.float16, in_place=num_ranks == 3)
     launch(call_after_call, num_ranks, case, 8, backend="processes", timeout=60)
 
 
@@ -68,7 +69,9 @@ def replayed(group, case, num_replays):
     x, ids = torch.zeros(mine, case.hidden, dtype=case.dtype), torch.full((mine, case.topk), -1)
     weights = torch.zeros(mine, case.topk)
     with recorded() as launches:
-        rank.static.dispatch(x, ids, rank.block, topk_weights=weights)
+        rank.static.announce(x, ids, rank.block, signature=1, topk_weights=weights)
+        rank.static.push(rank.block)
+        rank.static.arrive(rank.block)
     for call in range(num_replays):
         inputs = case.inputs(call, tokens)
         for kept, given in ((x, inputs.rows), (ids, inputs.ids), (weights, inputs.weights)):
@@ -86,7 +89,7 @@ def test_launches_can_be_replayed_with_new_contents():
 # -- under chaos -------------------------------------------------------------------------------------------------------
 
 
-def exchange(case, seed, num_calls):
+def exchange(case, seed, num_calls, *, in_pairs=False):
     memory, places = places_in(case.num_ranks, static_memory(case))
     chaos = Chaos(seed, shared=memory, max_steps=600_000)
     ranks = [StaticRank(case, rank, *places, read=chaos.read) for rank in range(case.num_ranks)]
@@ -94,7 +97,7 @@ def exchange(case, seed, num_calls):
     def body(rank):
         def calls():
             for call in range(num_calls):
-                rank.dispatch(call, case.inputs(call))
+                (rank.pair if in_pairs else rank.dispatch)(call, case.inputs(call))
 
         return calls
 
@@ -109,6 +112,10 @@ def test_right_kernels_bear_it(seed):
     exchange(CHAOS, seed, 3)
 
 
+def test_right_combines_bear_it():
+    exchange(CHAOS, 0, 3, in_pairs=True)
+
+
 MISTAKES = {
     "plans before all cards are there": (captured_announce, "acquire_lanes", acquire_one_too_few),
     "no barrier behind the acquire": (captured_announce, "acquire_lanes", acquire_without_barrier),
@@ -118,10 +125,10 @@ MISTAKES = {
 }
 
 
-def is_caught(case):
+def is_caught(case, *, in_pairs=False):
     for seed in range(8):
         try:
-            exchange(case, seed, 4)
+            exchange(case, seed, 4, in_pairs=in_pairs)
         except (AssertionError, CallMismatch, ValueError):
             return True
     return False
@@ -131,6 +138,11 @@ def is_caught(case):
 def test_each_mistake_comes_out_with_one_of_eight_seeds(mistake, monkeypatch):
     monkeypatch.setattr(*MISTAKES[mistake])
     assert is_caught(CHAOS), "wrong kernels have given right rows with every seed"
+
+
+def test_rows_that_change_before_everybody_has_read_them_come_out(monkeypatch):
+    monkeypatch.setattr(StaticExchange, "release", lambda self, block: self._combines.end(block.placed))
+    assert is_caught(CHAOS, in_pairs=True), "nobody has noticed"
 
 
 def test_one_mailbox_too_few_comes_out():
@@ -172,13 +184,21 @@ def test_a_peer_that_announces_and_then_pushes_nothing_is_named():
         ranks.ranks[0].exchange.check()
 
 
+def rows_of(case, inputs):
+    """Rows of each rank, padded."""
+    experts = case.world.expert_rank.tolist()
+    found = [0] * case.num_ranks
+    for expert, rank in enumerate(experts):
+        count = sum(int((ids == expert).sum()) for ids in inputs.ids)
+        found[rank] += -(-count // case.alignment) * case.alignment
+    return found
+
+
 def test_what_does_not_fit_stops_every_rank_alike_and_then_they_go_on():
     case = Case(3, "expert_major", num_experts=4, topk=3, alignment=2)
     ranks = StaticRanks(case)
     for rank in ranks:
-        full = rank.block
-        places = full.addresses.tolist(), full.values.tolist()
-        rank.block = rank.static.block(case.form._replace(num_rows=8), *places)
+        rank.block = rank.static.block(case.form._replace(num_rows=8), *rank.places, case.most)
     found = set()
     for call in range(2):
         inputs = case.inputs(call, [4, 4, 4], routing=with_duplicates)
@@ -190,10 +210,12 @@ def test_what_does_not_fit_stops_every_rank_alike_and_then_they_go_on():
             with pytest.raises(CapacityExceeded, match=rf"announcement #{call}: .* room for 8") as caught:
                 rank.exchange.check()
             found.add(str(caught.value))
+            fullest = max(range(3), key=rows_of(case, inputs).__getitem__)
+            assert f"{rows_of(case, inputs)[fullest]} rows for rank {fullest}, but" in str(caught.value)
             assert_unchanged(before, ranks.state_of(rank))
     assert len(found) == 2
     for rank in ranks:
-        rank.block = rank.static.block(case.form, *places)
+        rank.block = rank.static.block(case.form, *rank.places, case.most)
     ranks.dispatch(2)
 
 
@@ -213,8 +235,7 @@ def test_an_id_that_is_none_and_another_form_stop_every_rank():
         assert_unchanged(before, ranks.state_of(rank))
     ranks.dispatch(1, case.inputs(1, [3, 1]))
     other = ranks.ranks[1]
-    places = other.block.addresses.tolist(), other.block.values.tolist()
-    other.block = other.static.block(case.form._replace(alignment=1), *places)
+    other.signature += 1
     inputs = case.inputs(2, [3, 1])
     for rank in ranks:
         rank.send(inputs)
@@ -222,17 +243,28 @@ def test_an_id_that_is_none_and_another_form_stop_every_rank():
         rank.receive()
         with pytest.raises(CallMismatch, match=rf"announcement #2: what rank {1 - rank.rank} has sent"):
             rank.exchange.check()
+    other.signature -= 1
+    ranks.dispatch(3, inputs)
+    for rank in ranks:
+        rank.static.send_rows(case.answers(3)[rank.rank], rank.block, place=rank.out_at, signature=rank.rank)
+    for rank in ranks:
+        out = torch.full((inputs.ids[rank.rank].shape[0], case.hidden), 7, dtype=case.dtype)
+        rank.static.sum_rows(rank.block, out, signature=rank.rank)
+        rank.static.release(rank.block)
+        with pytest.raises(CallMismatch, match=rf"readiness #0: what rank {1 - rank.rank} has sent"):
+            rank.exchange.check()
+        assert bool((out == 7).all())
+    ranks.dispatch(4, inputs)
 
 
 def test_two_calls_in_flight_fill_two_blocks_and_a_fault_of_one_is_not_the_others():
     case = Case(2, "expert_major", num_experts=3, depth=2)
     worlds = [StaticRanks(case), StaticRanks(case)]  # the second one lends its blocks
-    parts = zip(*(rank.parts for rank in worlds[1]), strict=True)
-    places = [[start + case.shift for start, _ in part] for part in parts]
     for first, other in zip(*worlds, strict=True):
+        distance = other.answers_at - other.out_at - first.answers_at + first.out_at
         other.static, other.exchange = first.static, first.exchange
         other.wanted.tokens_per_expert = first.wanted.tokens_per_expert
-        other.block = first.static.block(case.form, *places)
+        other.block = first.static.block(case.form, *(at + distance for at in other.places), case.most)
     for call in range(0, 8, 2):
         inputs = [case.inputs(call), case.inputs(call + 1)]
         is_bad = call == 4
@@ -243,7 +275,7 @@ def test_two_calls_in_flight_fill_two_blocks_and_a_fault_of_one_is_not_the_other
                 rank.send(given)
         for ranks, given in zip(worlds, inputs, strict=True):
             for rank in ranks:
-                rank.static.push(rank.batch)
+                rank.static.push(rank.block)
             for rank in ranks:
                 rank.static.arrive(rank.block)
                 if not is_bad:
@@ -255,19 +287,27 @@ def test_two_calls_in_flight_fill_two_blocks_and_a_fault_of_one_is_not_the_other
                     rank.exchange.check()
 
 
-def test_blocks_are_checked_when_they_are_made():
+def test_arguments_are_checked():
     case = Case(2, "expert_major")
     ranks = StaticRanks(case)
-    static, form = ranks.ranks[0].static, case.form
+    rank, inputs = ranks.ranks[0], case.inputs(0, [2, 5])
+    static, form, y = rank.static, case.form, case.answers(0)[0]
     for wrong, arguments in {
-        "form has slabs of 4 rows": (form._replace(capacity=4), [16, 16], [16, 16]),
-        "values is None; form has weights of 4 bytes": (form, [16, 16], None),
-        r"rows is \[16\]; wanted 2 addresses, multiples of 16": (form, [16], [16, 16]),
-        r"values is \[16, 8\]; wanted 2 addresses, multiples of 16": (form, [16, 16], [16, 8]),
+        "form has slabs of 4 rows": (form._replace(capacity=4), 0, 0),
+        "rows_at is 8, values_at 16; wanted multiples of 16": (form, 8, 16),
+        "rows_at is 16, values_at 8; wanted multiples of 16": (form, 16, 8),
     }.items():
         with pytest.raises(ValueError, match=wrong):
-            static.block(*arguments)
-    with pytest.raises(ValueError, match="mailboxes has 1 addresses; there are 2 ranks"):
-        captured_static.StaticDispatch(ranks.ranks[0].exchange, [64])
+            static.block(*arguments, 4)
+    for wrong, mailboxes, regions in (("mailboxes", [64], [64, 64]), ("regions", [64, 64], [64, 8])):
+        with pytest.raises(ValueError, match=rf"{wrong} is \[.*\]; wanted 2 addresses, multiples of"):
+            StaticExchange(rank.exchange, mailboxes, regions)
+    with pytest.raises(ValueError, match="no dispatch has been announced"):
+        static.push(rank.block)
     with pytest.raises(ValueError, match="no dispatch has begun"):
-        static.arrive(ranks.ranks[0].block)
+        static.arrive(rank.block)
+    with pytest.raises(ValueError, match="topk_idx has 5 tokens; there is room for 4"):
+        static.announce(inputs.rows[1], inputs.ids[1], rank.block, signature=1)
+    for wrong, place in ((y[1:], 64), (y, 8)):
+        with pytest.raises(ValueError, match=rf"wanted {form.num_rows} rows, a multiple of 16"):
+            static.send_rows(wrong, rank.block, place=place, signature=1)

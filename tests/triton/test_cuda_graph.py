@@ -20,7 +20,12 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets: run this file by itself"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-LAYOUTS = {"slab": {}, "expert_major": {"layout": "expert_major", "expert_alignment": 4}}
+LOW = {"mode": "low_latency"}
+LAYOUTS = {
+    "slab": LOW,
+    "expert_major": {**LOW, "layout": "expert_major", "expert_alignment": 4},
+    "fixed": {"expert_alignment": 4, "capacity": 61},
+}
 TOKENS = (5, 8, 0)
 
 
@@ -32,15 +37,19 @@ def contents(rank, step, dtype):
 
 
 def pair(comm, x, ids, weights, options, meet=lambda: None):
-    """A dispatch, experts and a combine; ranks `meet` between what sends and what waits."""
-    work = comm.dispatch_async(x, ids, weights, mode="low_latency", **options)
-    meet()
-    received = work.wait()
+    """A dispatch, experts and a combine; ranks `meet` between what sends and what waits for that."""
+    work = comm.dispatch_async(x, ids, weights, **options)
+    received = in_step(work, meet)
     y = received.x * 2
     meet()
-    work = comm.combine_async(y, received.handle, topk_weights=weights)
+    return received, in_step(comm.combine_async(y, received.handle, topk_weights=weights), meet)
+
+
+def in_step(work, meet):
     meet()
-    return received, work.wait()
+    work.step()
+    meet()
+    return work.wait()
 
 
 def capture_and_replay(group, transport, index, dtype, layout):
@@ -105,8 +114,9 @@ needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason
 
 
 @needs_cupy
-def test_processes_on_one_gpu():
-    launch(capture_and_replay, 2, "nvlink", 0, torch.bfloat16, "slab", backend="processes", timeout=200)
+@pytest.mark.parametrize("layout", ["slab", "fixed"])
+def test_processes_on_one_gpu(layout):
+    launch(capture_and_replay, 2, "nvlink", 0, torch.bfloat16, layout, backend="processes", timeout=200)
 
 
 def on_gpus(group, dtype, layout):
@@ -114,8 +124,9 @@ def on_gpus(group, dtype, layout):
 
 
 @needs_cupy
+@pytest.mark.parametrize("layout", ["slab", "fixed"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_processes_on_several_gpus(num_ranks):
+def test_processes_on_several_gpus(num_ranks, layout):
     if torch.cuda.device_count() < num_ranks or not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip(f"needs {num_ranks} GPUs with peer access")
-    launch(on_gpus, num_ranks, torch.bfloat16, "slab", backend="processes", timeout=200)
+    launch(on_gpus, num_ranks, torch.bfloat16, layout, backend="processes", timeout=200)

@@ -1,4 +1,7 @@
-"""Throughput calls of fixed shape on a device that does its work late: the contract, and what a graph cannot hold."""
+"""Throughput calls of fixed shape on a device that does its work late: the contract, and what a graph cannot hold.
+
+What is their own where kernels alone make them stands in test_static_calls.py.
+"""
 
 from datetime import timedelta
 
@@ -34,16 +37,19 @@ def test_the_contract_of_capacity(check, monkeypatch):
     check(World("threads", "local", rank_counts=(1, 3), timeout=200))
 
 
-@pytest.mark.parametrize("layout", ["expert_major", "flat"])
-def test_no_graph_can_hold_a_call_of_fixed_shape(layout):
+@pytest.mark.parametrize(
+    ("options", "is_recorded"), [({"layout": "flat"}, False), ({}, True)], ids=["flat", "recorded by autograd"]
+)
+def test_what_no_graph_can_hold(options, is_recorded):
     device = LateDevice()
-    x, ids = torch.ones(4, 24), uniform(4, 6, 3, seed=0)
+    x, ids = torch.ones(4, 24, requires_grad=is_recorded), uniform(4, 6, 3, seed=0)
     with Communicator(None, **SIZES, device=device) as comm:
         for _ in range(2):  # nothing is left of what was refused
-            received = comm.dispatch(x, ids, layout=layout, capacity=16)
+            received = comm.dispatch(x, ids, capacity=16, **options)
             assert received.x.shape == (16, 24)
+            assert received.handle.routing.on_device is None
             with device.capturing(), pytest.raises(ValueError, match="hosts take part in this call"):
-                comm.dispatch(x, ids, layout=layout, capacity=16)
-            sums = (3 if layout == "expert_major" else 1) * x
+                comm.dispatch(x, ids, capacity=16, **options)
+            sums = (1 if options else 3) * x
             assert torch.equal(comm.combine(received.x, received.handle), sums)
     device.end()

@@ -35,7 +35,7 @@ from moecomm.kernels.triton.captured_zeros import zero_rows
 from moecomm.kernels.triton.runtime import alignment_of, check_device
 from moecomm.kernels.triton.signals import board_bytes
 
-__all__ = ["CapturedExchange", "TritonCapturedKernels", "captured_memory"]
+__all__ = ["CapturedExchange", "captured_memory"]
 
 
 def captured_memory(
@@ -74,8 +74,8 @@ class CapturedExchange:
     Attributes:
         tokens_per_expert: `[E_local]` int64: what has arrived in all calls.
         max_in_flight: as given.
-        control, announcements, pushes, experts, sizes, max_topk: for `StaticDispatch`: state on the device, its
-            operations, `expert_rank` and `expert_local`, (Tmax, R, E, E_local), most K so far.
+        control, announcements, pushes, readiness, releases, experts, sizes, max_topk: for `StaticExchange`: state on
+            the device, its operations, `expert_rank` and `expert_local`, (Tmax, R, E, E_local), most K so far.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CapturedExchange:
         num_local = int((expert_rank == rank).sum())
         self.sizes = max_tokens_per_rank, len(boards), expert_rank.numel(), num_local
         self.control, operations = make_control(rank, list(boards), device, timeout_ns, windows_for(max_in_flight))
-        self._dispatch, self._combine, self.announcements, self.pushes = operations
+        self._dispatch, self._combine, self.announcements, self.pushes, self.readiness, self.releases = operations
         self._mine = windows[rank], message_bytes
         self._peers = torch.tensor(windows, dtype=torch.int64, device=device), alignment_of(*windows)
         self._outputs = self._make_outputs(outputs, output_bytes)
@@ -151,7 +151,7 @@ class CapturedExchange:
             ValueError: an argument has another shape than the block's form says.
             TooManyInFlight: another one must be completed before, see `InFlight`.
         """
-        self.check_batch(x, topk_idx, block.placed.form, topk_weights)
+        self.check_batch(x, topk_idx, block.placed.form, topk_weights, self.sizes[0])
         self._dispatches.begin(block.placed)
         block.placed.num_tokens = topk_idx.shape[0]
         batch = Batch(x, topk_idx, topk_weights)
@@ -242,6 +242,14 @@ class CapturedExchange:
             topk_weights: `[T, K]` contiguous fp32 (fp64 beside fp64 rows), applied here; None: a plain sum.
             outputs: as given to `send_rows`.
         """
+        self.check_sums(placed, out, topk_weights)
+        self._combines.end(placed)
+        wait_for_ticket(self.control, self._combine.slot, placed.combined)
+        routes = placed.routes[: placed.num_tokens]
+        pull_sums(self.control, placed.combined, out, routes, outputs or self._outputs, topk_weights)
+
+    def check_sums(self, placed: Placed, out: Tensor, topk_weights: Tensor | None) -> None:
+        """Raises ValueError if these are not arguments of `sum_rows`."""
         shape = placed.num_tokens, placed.form.num_topk
         if out.dim() != 2 or out.shape[0] != shape[0] or not out.is_contiguous():
             raise ValueError(f"out is {list(out.shape)} with strides {out.stride()}; wanted contiguous [{shape[0]}, H]")
@@ -250,10 +258,6 @@ class CapturedExchange:
             raise ValueError(
                 f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}; wanted {wide} {list(shape)}"
             )
-        self._combines.end(placed)
-        wait_for_ticket(self.control, self._combine.slot, placed.combined)
-        routes = placed.routes[: shape[0]]
-        pull_sums(self.control, placed.combined, out, routes, outputs or self._outputs, topk_weights)
 
     @property
     def status(self) -> Tensor:
@@ -271,22 +275,22 @@ class CapturedExchange:
             PeerTimeout: a peer did not come; what is behind it cannot be repaired.
             CapacityExceeded: rows of a dispatch did not fit; every rank raises it and may go on.
             ValueError: a rank gave an id that is none; every rank raises it and may go on.
-            CallMismatch: ranks made calls of different forms.
+            CallMismatch: ranks made calls of different forms; likewise.
         """
         check_control(self.control, num_topk=self.max_topk, describe=self._describe)
 
     def _num_rows(self, placed: Placed) -> int:
         return self.sizes[3] * placed.form.capacity if placed.form.capacity else placed.form.num_rows
 
-    def check_batch(self, x: Tensor, topk_idx: Tensor, form: Form, weights: Tensor | None) -> None:
-        """Raises ValueError if these are not arguments of a dispatch of this form."""
-        num_tokens, most = topk_idx.shape[0], self.sizes[0]
+    def check_batch(self, x: Tensor, topk_idx: Tensor, form: Form, weights: Tensor | None, most: int) -> None:
+        """Raises ValueError if these are not arguments of a dispatch of this form, of at most so many tokens."""
+        num_tokens = topk_idx.shape[0]
         if topk_idx.shape != (num_tokens, form.num_topk) or topk_idx.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"topk_idx is {topk_idx.dtype} {list(topk_idx.shape)}; wanted int32 or int64 [T, {form.num_topk}]"
             )
         if num_tokens > most:
-            raise ValueError(f"topk_idx has {num_tokens} tokens; max_tokens_per_rank is {most}")
+            raise ValueError(f"topk_idx has {num_tokens} tokens; there is room for {most}")
         if x.dim() != 2 or x.shape[0] != num_tokens or x.shape[1] * x.element_size() != form.row_bytes:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}; wanted {num_tokens} rows of {form.row_bytes} bytes")
         if not topk_idx.is_contiguous() or (x.stride(1) != 1 and x.numel() > x.shape[0]):
@@ -298,11 +302,3 @@ class CapturedExchange:
             )
         if weights is not None and (weights.shape != topk_idx.shape or not weights.is_contiguous()):
             raise ValueError(f"topk_weights is {list(weights.shape)}; wanted contiguous {list(topk_idx.shape)}")
-
-
-@final
-class TritonCapturedKernels:
-    """See `moecomm.kernels.captured.CapturedKernels`."""
-
-    memory = staticmethod(captured_memory)
-    make = CapturedExchange

@@ -2,7 +2,8 @@
 
     T tokens   K num_topk   E num_experts   E_local experts here   R num_ranks
 
-    card: signature, first bad position, its id: int64 | at 64 bytes: counts [E + R] int32
+    card: signature, first bad position, its id, where the source's block has rows and weights, as offsets in the
+    region of all ranks that the block lies in: int64 | at 64 bytes: counts [E + R] int32
 
 Cards lie in mailboxes `[num_windows, R, card_bytes]`, by call and source, as messages do in `captured_messages`.
 """
@@ -59,7 +60,9 @@ def find_bad_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["card_bytes", "num_windows", "signature", "rank", "num_ranks", "num_columns", "slot"],
+    do_not_specialize=[
+        *("card_bytes", "num_windows", "signature", "rows_at", "values_at", "rank", "num_ranks", "num_columns", "slot"),
+    ],
     do_not_specialize_on_alignment=[
         *("counts", "ids", "first_bad", "mailboxes", "begun", "ticket", "arrivals", "boards", "status"),
     ],
@@ -72,6 +75,8 @@ def announce_kernel(
     card_bytes: tl.int64,
     num_windows: tl.int64,
     signature: tl.int64,
+    rows_at: tl.int64,
+    values_at: tl.int64,
     rank: tl.int32,
     num_ranks: tl.int32,
     num_columns: tl.int32,
@@ -101,6 +106,8 @@ def announce_kernel(
         tl.store(header, tl.cast(signature, tl.int64))
         tl.store(header + 1, where)
         tl.store(header + 2, tl.load(ids + where, mask=where < _NOWHERE, other=0).to(tl.int64))
+        tl.store(header + 3, tl.cast(rows_at, tl.int64))
+        tl.store(header + 4, tl.cast(values_at, tl.int64))
         for first in range(0, num_columns, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             count = tl.load(counts + column, mask=column < num_columns)
@@ -144,7 +151,7 @@ def _sum_cards(
         *("board", "slot", "num_ranks", "timeout_ns", "mailbox", "card_bytes", "num_windows", "signature"),
         *("num_experts", "rank", "num_topk", "num_local", "capacity", "alignment", "num_rows"),
     ],
-    do_not_specialize_on_alignment=["ticket", "status", "fault", "arrivals", "used"],
+    do_not_specialize_on_alignment=["ticket", "status", "fault", "arrivals", "used", "regions", "rows", "values"],
 )
 def plan_announced_kernel(
     board: tl.int64,
@@ -166,6 +173,9 @@ def plan_announced_kernel(
     capacity: tl.int64,
     alignment: tl.int32,
     num_rows: tl.int64,
+    regions: tl.tensor,
+    rows: tl.tensor,
+    values: tl.tensor,
     bases: tl.tensor,
     totals: tl.tensor,
     starts: tl.tensor,
@@ -186,6 +196,8 @@ def plan_announced_kernel(
 
     Arguments:
         mailbox: address of mine.
+        regions: `[R]` int64, address of each rank's region here.
+        rows, values: `[R]` int64, overwritten: addresses here of what each rank's card names.
         bases: `[E]` int64: the row, at its rank, of my first route to each expert.
     """
     number = tl.load(ticket)
@@ -221,8 +233,23 @@ def plan_announced_kernel(
             card = (cards + wrong * card_bytes).to(tl.pointer_type(tl.int64))
             report_fault(status, fault, slot, number, wrong, tl.load(card + 1), tl.load(card + 2), BAD_ID)
         elif worst < num_experts:
-            report_overflow(status, fault, slot, number, worst, totals, expert_rank, ends, capacity, num_rows)
+            report_overflow(
+                status,
+                fault,
+                slot,
+                number,
+                totals,
+                expert_rank,
+                num_experts,
+                ends,
+                capacity,
+                num_rows,
+                EXPERTS,
+            )
         else:
+            region = tl.load(regions + source, mask=is_rank, other=0)
+            tl.store(rows + source, region + tl.load(header + 3, mask=is_rank, other=0), mask=is_rank)
+            tl.store(values + source, region + tl.load(header + 4, mask=is_rank, other=0), mask=is_rank)
             for first in range(0, num_experts, EXPERTS):
                 e = first + tl.arange(0, EXPERTS)
                 start = tl.load(starts + e, mask=e < num_experts, other=0)
@@ -263,15 +290,16 @@ def announce(
     first_bad: Tensor,
     mailboxes: Tensor,
     signature: int,
+    places: tuple[int, int],
 ) -> None:
-    """Begins a call: sends every rank my card."""
+    """Begins a call: sends every rank my card. `places`: offsets of my rows and weights in the region of all ranks."""
     num_ranks = control.num_ranks
     launch(
         announce_kernel,
         num_ranks,
         counts.device,
         *(counts, ids, first_bad, mailboxes, card_bytes(counts.numel() - num_ranks, num_ranks), control.num_windows),
-        *(signature, control.rank, num_ranks, counts.numel(), operation.begun, ticket, operation.arrivals),
+        *(signature, *places, control.rank, num_ranks, counts.numel(), operation.begun, ticket, operation.arrivals),
         *(control.boards, operation.slot, control.status),
         COLUMNS=_COLUMNS,
         RANKS=triton.next_power_of_2(num_ranks),
@@ -286,11 +314,17 @@ def plan_announced(
     signature: int,
     experts: tuple[Tensor, Tensor],
     form: Form,
+    places: tuple[Tensor, Tensor, Tensor],
     bases: Tensor,
     scratch: Scratch,
     arrived: Arrived,
 ) -> None:
-    """Waits for all cards and plans. `experts`: the rank of each, its index there."""
+    """Waits for all cards and plans.
+
+    Arguments:
+        experts: the rank of each, its index there.
+        places: `[R]` int64 each: addresses of regions; to be overwritten with those of rows and weights.
+    """
     num_ranks, num_experts = control.num_ranks, bases.numel()
     tile = plan_tile(num_ranks)
     launch(
@@ -300,7 +334,7 @@ def plan_announced(
         *(control.board, slot, ticket, num_ranks, control.status, control.timeout_ns, control.fault),
         *(mailbox, card_bytes(num_experts, num_ranks), control.num_windows, signature, *experts),
         *(num_experts, control.rank, arrived.num_tokens_per_expert.numel()),
-        *(form.capacity, form.alignment, form.num_rows, bases, *scratch, *arrived),
+        *(form.capacity, form.alignment, form.num_rows, *places, bases, *scratch, *arrived),
         COLUMNS=_COLUMNS,
         ALL_RANKS=triton.next_power_of_2(num_ranks),
         EXPERTS=tile.experts,
@@ -311,7 +345,19 @@ def plan_announced(
 def compile_cases() -> list[CompileCase]:
     """Ids of both widths; some ranks and many."""
     kept = ("tokens_per_expert", "first_rows", "used", "spans", "bases", "starts", "ends")
-    wide = (*kept, "mailboxes", "begun", "ticket", "boards", "status", "first_bad", "fault")
+    wide = (
+        *kept,
+        "mailboxes",
+        "regions",
+        "rows",
+        "values",
+        "begun",
+        "ticket",
+        "boards",
+        "status",
+        "first_bad",
+        "fault",
+    )
     narrow = ("counts", "arrivals", "expert_rank", "expert_local", "totals", "num_tokens_per_expert", "offsets")
     ints = ("num_experts", "rank", "num_ranks", "num_columns", "num_local", "alignment")
     types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys(narrow, "*i32"), **dict.fromkeys(ints, "i32")}

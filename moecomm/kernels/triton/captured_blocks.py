@@ -16,7 +16,7 @@ from moecomm.kernels.triton.captured_messages import Found, MessageLayout, Windo
 from moecomm.kernels.triton.captured_plan import Arrived, Scratch
 from moecomm.kernels.triton.captured_zeros import Block
 
-__all__ = ["CapturedBlock", "Placed", "make_arrived", "make_block", "make_scratch", "signature_of"]
+__all__ = ["CapturedBlock", "Placed", "make_arrived", "make_block", "make_scratch"]
 
 
 @dataclasses.dataclass
@@ -127,7 +127,7 @@ def make_block(
         placed=Placed(form, block, arrived, routes[rank], torch.zeros(1, dtype=torch.int64, device=device)),
         windows=Windows(address, message_bytes, max_tokens, form.num_topk),
         layout=layout,
-        signature=signature_of(form, max_tokens),
+        signature=_signature_of(form, max_tokens),
         found=Found(
             tokens=torch.zeros(num_ranks, dtype=torch.int64, device=device),
             counts=torch.zeros(blocks, num_experts + num_ranks, dtype=torch.int32, device=device),
@@ -139,6 +139,6 @@ def make_block(
     )
 
 
-def signature_of(form: Form, max_tokens: int) -> int:
+def _signature_of(form: Form, max_tokens: int) -> int:
     """A number by which messages of other forms are known, 31 bits."""
     return zlib.crc32(repr((tuple(form), max_tokens)).encode()) >> 1

@@ -28,7 +28,7 @@ from moecomm.kernels.triton.runtime import alignment_of, launch
 from moecomm.kernels.triton.signals import wait_kernel
 from moecomm.kernels.triton.tiles import moves_of, numbers_of, row_pointers, tile_of
 
-__all__ = ["Outputs", "compile_cases", "pull_sums", "send_outputs", "wait_for_ticket"]
+__all__ = ["Outputs", "compile_cases", "copy_outputs", "pull_sums", "send_outputs", "wait_for_ticket"]
 
 _MOST_PROGRAMS = 512
 
@@ -92,6 +92,7 @@ def send_outputs_kernel(
 
     Arguments:
         first_rows, totals: `[E_local]` int64 and int32: of each expert's rows.
+        num_ranks: to signal; 0 = a copy alone, which is no call.
     """
     num_boards = unless_failed(status, num_ranks)
     number = tl.load(begun) + 1
@@ -195,6 +196,27 @@ def send_outputs(
         COLUMNS=tile.columns,
         EXPERTS=triton.next_power_of_2(max(1, totals.numel())),
         RANKS=triton.next_power_of_2(control.num_ranks),
+    )
+
+
+def copy_outputs(
+    control: Control, operation: Operation, rows: tuple[int, int], first_rows: Tensor, totals: Tensor, target: int
+) -> None:
+    """Copies the rows that routes name to memory of the same form at `target`; tells nobody, and counts nothing."""
+    address, row_bytes = rows
+    moves = moves_of(row_bytes, alignment_of(address, row_bytes, target))
+    tile = tile_of(_MOST_PROGRAMS - 1, moves)
+    launch(
+        send_outputs_kernel,
+        min(_MOST_PROGRAMS, max(1, tile.num_programs)),
+        totals.device,
+        *(address, target, 0, 1, first_rows, totals, totals.numel(), moves.num_units, control.rank),
+        *(0, operation.begun, operation.begun, operation.arrivals, control.boards, operation.slot, control.status),
+        **moves_constants(moves),
+        TOKENS=min(tile.tokens, 32),
+        COLUMNS=tile.columns,
+        EXPERTS=triton.next_power_of_2(max(1, totals.numel())),
+        RANKS=1,
     )
 
 

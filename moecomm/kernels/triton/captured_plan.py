@@ -171,19 +171,27 @@ def report_overflow(
     fault: tl.tensor,
     slot: tl.int64,
     ticket: tl.int64,
-    worst: tl.int32,
     totals: tl.tensor,
     expert_rank: tl.tensor,
+    num_experts: tl.int32,
     ends: tl.tensor,
     capacity: tl.int64,
     num_rows: tl.int64,
+    EXPERTS: tl.constexpr,
 ) -> None:
-    """Says what does not fit: `worst` is what `place_block` gives."""
-    if capacity > 0:
-        report_fault(status, fault, slot, ticket, worst, tl.load(totals + worst), capacity, OVERFLOW)
-    else:
-        place = tl.load(expert_rank + worst)
-        report_fault(status, fault, slot, ticket, place, tl.load(ends + worst), num_rows, OVERFLOW)
+    """Says that something does not fit, and names the fullest expert (slab) or rank. For one program."""
+    most = tl.cast(-1, tl.int64)
+    fullest = tl.cast(0, tl.int32)
+    for first in range(0, num_experts, EXPERTS):
+        e = first + tl.arange(0, EXPERTS)
+        total = tl.load(totals + e, mask=e < num_experts, other=-1).to(tl.int64)
+        need = tl.where(capacity > 0, total, tl.load(ends + e, mask=e < num_experts, other=-1))
+        here = tl.max(need, axis=0)
+        if here > most:
+            fullest = tl.min(tl.where(need == here, e, num_experts), axis=0).to(tl.int32)
+            most = here
+    place = tl.where(capacity > 0, fullest, tl.load(expert_rank + fullest))
+    report_fault(status, fault, slot, ticket, place, most, tl.where(capacity > 0, capacity, num_rows), OVERFLOW)
 
 
 @triton.jit
@@ -291,7 +299,19 @@ def plan_messages_kernel(
             where, id = tl.load(bad + wrong * 2), tl.load(bad + wrong * 2 + 1)
             report_fault(status, fault, slot, number, wrong // num_blocks, where, id, BAD_ID)
         elif worst < num_experts:
-            report_overflow(status, fault, slot, number, worst, totals, expert_rank, ends, capacity, num_rows)
+            report_overflow(
+                status,
+                fault,
+                slot,
+                number,
+                totals,
+                expert_rank,
+                num_experts,
+                ends,
+                capacity,
+                num_rows,
+                EXPERTS,
+            )
         else:
             settle_block(
                 totals,

@@ -36,7 +36,7 @@ __all__ = [
     "windows_for",
 ]
 
-OPERATIONS = ("dispatch", "combine", "announcement", "push")
+OPERATIONS = ("dispatch", "combine", "announcement", "push", "readiness", "release")
 NUM_SLOTS = len(OPERATIONS)
 """Slots that a board needs for captured calls."""
 
@@ -151,14 +151,16 @@ def failure_of(
     operation = f"{OPERATIONS[slot]} #{ticket - 1}"
     if kind == MISMATCH.value:
         return CallMismatch(
-            f"{operation}: what {describe(first)} has sent is of another form than what rank {control.rank} expects",
+            f"{operation}: what {describe(first)} has sent is of another form than what rank {control.rank} expects; "
+            "all ranks must give the same dtype, num_topk, layout, expert_alignment and capacity, weights or none, and "
+            "handles of the same dispatch",
             operation=operation,
             peers=(first,),
         )
     if kind == OVERFLOW.value:
+        what = "rank" if OPERATIONS[slot] == "announcement" else "expert (slab) or rank"
         return CapacityExceeded(
-            f"{operation}: {second} rows for expert (slab) or rank {first}, but there is room for {third}; "
-            "give a larger capacity"
+            f"{operation}: {second} rows for {what} {first}, but there is room for {third}; give a larger capacity"
         )
     t, k = divmod(second, num_topk)
     return ValueError(f"{operation}: topk_idx[{t}, {k}] = {third} of {describe(first)} is not an expert")
@@ -167,17 +169,17 @@ def failure_of(
 def check_control(
     control: Control, *, num_topk: int, describe: Callable[[int], str] = lambda rank: f"rank {rank}"
 ) -> None:
-    """Waits for the work given so far and raises what has stopped it; faults, the same everywhere, are forgotten then.
+    """Waits for the work given so far and raises what has stopped it; faults, found everywhere, are forgotten then.
 
     Raises:
         PeerTimeout: a wait has failed; this lasts.
         CapacityExceeded: rows did not fit.
         ValueError: an id was none.
-        CallMismatch: ranks made calls of different forms; this lasts.
+        CallMismatch: ranks made calls of different forms.
     """
     failure = failure_of(control, num_topk=num_topk, describe=describe)
     if failure is None:
         return
-    if isinstance(failure, ValueError):
+    if isinstance(failure, (ValueError, CallMismatch)):
         control.status[FAILED.value].zero_()
     raise failure

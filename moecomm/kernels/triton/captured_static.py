@@ -1,10 +1,12 @@
-"""Throughput dispatch into fixed blocks that a CUDA graph can hold: counts first, then rows straight to their places.
+"""Throughput calls of fixed shape that a CUDA graph can hold: counts first, then rows straight to their places.
 
     T num_tokens   Tmax most of them   K num_topk   E num_experts   E_local experts here   R num_ranks   H hidden
 
 Every block has room for `num_rows` rows, known to all, so nobody is asked for memory: counts alone say where each row
-goes at its rank, and whether everything fits. A rank may write to a peer's block as soon as it has the peer's card, for
-the peer's stream sends it behind everything that has used the block before.
+goes at its rank, and whether everything fits; cards say where the blocks are. A rank may write to a peer's block as
+soon as it has the peer's card, for the peer's stream sends it behind everything that has used the block before.
+
+A combine reads rows where they lie, so it ends when everybody has read.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from torch import Tensor
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured import CapturedExchange
 from moecomm.kernels.triton.captured_announce import NOWHERE, announce, card_bytes, find_bad, plan_announced
-from moecomm.kernels.triton.captured_blocks import Placed, make_arrived, make_scratch, signature_of
+from moecomm.kernels.triton.captured_blocks import Placed, make_arrived, make_scratch
 from moecomm.kernels.triton.captured_calls import InFlight
-from moecomm.kernels.triton.captured_combine import wait_for_ticket
+from moecomm.kernels.triton.captured_combine import Outputs, copy_outputs, pull_sums, wait_for_ticket
 from moecomm.kernels.triton.captured_plan import Scratch
+from moecomm.kernels.triton.captured_ready import READY_BYTES, find_places, send_place
 from moecomm.kernels.triton.captured_send import end_send
 from moecomm.kernels.triton.captured_state import Control, Operation, windows_for
 from moecomm.kernels.triton.captured_zeros import Block, zero_rows
@@ -35,7 +38,7 @@ from moecomm.kernels.triton.plans import plan_experts_kernel
 from moecomm.kernels.triton.push import push_rows
 from moecomm.kernels.triton.runtime import launch, num_blocks
 
-__all__ = ["StaticBatch", "StaticBlock", "StaticDispatch", "compile_cases", "static_mailbox_bytes"]
+__all__ = ["StaticBatch", "StaticBlock", "StaticExchange", "compile_cases", "static_mailbox_bytes"]
 
 _ROUTES = 512
 
@@ -74,7 +77,17 @@ def begin_call_kernel(
 
 def static_mailbox_bytes(*, num_ranks: int, num_experts: int, max_in_flight: int) -> int:
     """Bytes that every rank gives to all for cards, beginning at a multiple of 64."""
-    return windows_for(max_in_flight) * num_ranks * card_bytes(num_experts, num_ranks)
+    return windows_for(max_in_flight) * num_ranks * (card_bytes(num_experts, num_ranks) + READY_BYTES)
+
+
+class StaticBatch(NamedTuple):
+    """What one rank sends: rows, ids, weights; `[B, E]` int32 counts before each block of ids; the signature."""
+
+    rows: Tensor
+    ids: Tensor
+    weights: Tensor | None
+    before: Tensor
+    signature: int
 
 
 @dataclasses.dataclass
@@ -82,122 +95,122 @@ class StaticBlock:
     """Everything that belongs to the rows of one dispatch, until the next into the same block.
 
     Attributes:
-        placed: the rows.
-        addresses, values: `[R]` int64, where this block is at each rank; values None: no weights travel.
-        announced, pushed: one int64 each: tickets.
-        signature: of cards.
+        placed: the rows; `combined` is the ticket of the readiness of a combine.
+        places: offsets of rows and weights in the region of all ranks.
+        addresses, values: `[R]` int64, where everybody's blocks of the last dispatch are.
+        outputs: `[R]` int64, where everybody's rows of the last combine are.
+        announced, pushed, released: one int64 each: tickets.
         planned: `[Tmax, K]` int64.
         bases: `[E]` int64.
         totals: `[E + R]` int32: my counts.
         scratch: for planning.
+        batch: between `announce` and `push`.
     """
 
     placed: Placed
+    places: tuple[int, int]
     addresses: Tensor
-    values: Tensor | None
+    values: Tensor
+    outputs: Tensor
     announced: Tensor
     pushed: Tensor
-    signature: int
+    released: Tensor
     planned: Tensor
     bases: Tensor
     totals: Tensor
     scratch: Scratch
-
-
-class StaticBatch(NamedTuple):
-    """What one rank sends: block, rows, ids, weights; and `[B, E]` int32 counts before each block of ids."""
-
-    block: StaticBlock
-    rows: Tensor
-    ids: Tensor
-    weights: Tensor | None
-    before: Tensor
+    batch: StaticBatch | None = None
 
 
 @final
-class StaticDispatch:
-    """Throughput dispatch of one rank in the layout expert_major. `exchange.combine(y, block.placed, out)` answers it.
+class StaticExchange:
+    """Throughput calls of one rank in the layout expert_major, in blocks and outputs that all ranks address.
 
     Arguments:
         exchange: the rank's; its `check` tells what goes wrong here, too.
         mailboxes: by rank, the address here of that rank's `static_mailbox_bytes`.
+        regions: by rank, the address here of the memory that its blocks and outputs lie in, multiples of 16.
     """
 
-    def __init__(self, exchange: CapturedExchange, mailboxes: Sequence[int]) -> None:
+    def __init__(self, exchange: CapturedExchange, mailboxes: Sequence[int], regions: Sequence[int]) -> None:
         control = exchange.control
-        device = control.boards.device
-        if len(mailboxes) != control.num_ranks:
-            raise ValueError(f"mailboxes has {len(mailboxes)} addresses; there are {control.num_ranks} ranks")
+        self._device = control.boards.device
+        for name, places, divisor in (("mailboxes", mailboxes, 64), ("regions", regions, 16)):
+            if len(places) != control.num_ranks or any(place % divisor for place in places):
+                raise ValueError(f"{name} is {places}; wanted {control.num_ranks} addresses, multiples of {divisor}")
         self._exchange = exchange
-        self._calls = InFlight("dispatch", exchange.max_in_flight)
-        self._mailboxes = torch.tensor(mailboxes, dtype=torch.int64, device=device)
-        self._mailbox = mailboxes[control.rank]
-        self._first_bad = torch.full((1,), NOWHERE, dtype=torch.int64, device=device)
+        self._dispatches = InFlight("dispatch", exchange.max_in_flight)
+        self._combines = InFlight("combine", exchange.max_in_flight)
+        ready = control.num_windows * control.num_ranks * card_bytes(exchange.experts[0].numel(), control.num_ranks)
+        self._mailboxes, self._ready_mailboxes = self._table(mailboxes), self._table([at + ready for at in mailboxes])
+        self._mailbox, self._ready_mailbox = mailboxes[control.rank], mailboxes[control.rank] + ready
+        self._regions, self._region = self._table(regions), regions[control.rank]
+        self._first_bad = self._table([NOWHERE])
 
-    def block(self, form: Form, rows: Sequence[int], values: Sequence[int] | None = None) -> StaticBlock:
-        """A place for the rows of a dispatch, at the same time on every rank; made before a graph is captured.
+    def _table(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+    def block(self, form: Form, rows_at: int, values_at: int, max_tokens: int) -> StaticBlock:
+        """A place for the rows of a dispatch; made before a graph is captured. Its offset may differ between ranks.
 
         Arguments:
             form: of the calls that fill it, the same on every rank; `capacity` is 0.
-            rows: by rank, the address here of that rank's `[num_rows, H]`, all zero, a multiple of 16.
-            values: the same of weights `[num_rows]`; None where none travel.
+            rows_at: offset in my region of `[num_rows, H]`, all zero, a multiple of 16.
+            values_at: the same of weights `[num_rows]`; unused where none travel.
+            max_tokens: most T of this rank.
 
         Raises:
-            ValueError: the form is of a slab, or the addresses are not one for each rank.
+            ValueError: the form is of a slab, or an offset is no multiple of 16.
         """
         exchange = self._exchange
-        max_tokens, num_ranks, num_experts, num_local = exchange.sizes
-        rank, device = exchange.control.rank, self._mailboxes.device
+        _, num_ranks, num_experts, num_local = exchange.sizes
         if form.capacity:
             raise ValueError(f"form has slabs of {form.capacity} rows; a static receive is expert_major")
-        if (values is None) != (form.value_bytes == 0):
-            raise ValueError(f"values is {values}; form has weights of {form.value_bytes} bytes")
-        for name, places in (("rows", rows), ("values", values if values is not None else rows)):
-            if len(places) != num_ranks or any(place % 16 for place in places):
-                raise ValueError(f"{name} is {places}; wanted {num_ranks} addresses, multiples of 16")
+        if rows_at % 16 or (form.value_bytes and values_at % 16):
+            raise ValueError(f"rows_at is {rows_at}, values_at {values_at}; wanted multiples of 16")
         exchange.max_topk = max(exchange.max_topk, form.num_topk)
 
-        def table(addresses: Sequence[int]) -> Tensor:
-            return torch.tensor(addresses, dtype=torch.int64, device=device)
-
         def routes() -> Tensor:
-            return torch.full((max_tokens, form.num_topk), -1, dtype=torch.int64, device=device)
+            return torch.full((max_tokens, form.num_topk), -1, dtype=torch.int64, device=self._device)
 
-        arrived = make_arrived(num_ranks, num_experts, num_local, device)
-        block = Block(rows[rank], values[rank] if values else 0, form.row_bytes, form.value_bytes)
+        arrived = make_arrived(num_ranks, num_experts, num_local, self._device)
+        values = self._region + values_at if form.value_bytes else 0
+        block = Block(self._region + rows_at, values, form.row_bytes, form.value_bytes)
+        arrived = arrived._replace(tokens_per_expert=exchange.tokens_per_expert)
         return StaticBlock(
-            placed=Placed(
-                form, block, arrived._replace(tokens_per_expert=exchange.tokens_per_expert), routes(), table([0])
-            ),
-            addresses=table(rows),
-            values=None if values is None else table(values),
-            announced=table([0]),
-            pushed=table([0]),
-            signature=signature_of(form, max_tokens),
+            placed=Placed(form, block, arrived, routes(), self._table([0])),
+            places=(rows_at, values_at),
+            addresses=self._table([0] * num_ranks),
+            values=self._table([0] * num_ranks),
+            outputs=self._table([0] * num_ranks),
+            announced=self._table([0]),
+            pushed=self._table([0]),
+            released=self._table([0]),
             planned=routes(),
-            bases=torch.zeros(num_experts, dtype=torch.int64, device=device),
-            totals=torch.zeros(num_experts + num_ranks, dtype=torch.int32, device=device),
-            scratch=make_scratch(num_ranks, num_experts, device),
+            bases=torch.zeros(num_experts, dtype=torch.int64, device=self._device),
+            totals=torch.zeros(num_experts + num_ranks, dtype=torch.int32, device=self._device),
+            scratch=make_scratch(num_ranks, num_experts, self._device),
         )
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, block: StaticBlock, *, topk_weights: Tensor | None = None) -> None:
-        """All phases of a dispatch; see `CapturedExchange.send` for the arguments, and for what is in the block then.
+    # -- dispatch ------------------------------------------------------------------------------------------------------
+
+    def announce(
+        self, x: Tensor, topk_idx: Tensor, block: StaticBlock, *, signature: int, topk_weights: Tensor | None = None
+    ) -> None:
+        """Counts, and tells every rank; never waits. x, topk_idx and topk_weights must not change until `push` is done.
+
+        See `CapturedExchange.send` for the arguments, and for what is in the block after `arrive`.
+
+        Arguments:
+            signature: what ranks must agree on, as a number of 31 bits.
 
         Raises:
             ValueError: an argument has another shape than the block's form says.
             TooManyInFlight: too many calls have begun and are not completed.
         """
-        batch = self.announce(x, topk_idx, block, topk_weights=topk_weights)
-        self.push(batch)
-        self.arrive(block)
-
-    def announce(
-        self, x: Tensor, topk_idx: Tensor, block: StaticBlock, *, topk_weights: Tensor | None = None
-    ) -> StaticBatch:
-        """Counts, and tells every rank; never waits. x, topk_idx and topk_weights must not change until `arrive`."""
         exchange, placed = self._exchange, block.placed
-        exchange.check_batch(x, topk_idx, placed.form, topk_weights)
-        self._calls.begin(placed)
+        exchange.check_batch(x, topk_idx, placed.form, topk_weights, block.planned.shape[0])
+        self._dispatches.begin(placed)
         placed.num_tokens = topk_idx.shape[0]
         expert_rank, _ = exchange.experts
         num_experts, num_ranks = expert_rank.numel(), exchange.control.num_ranks
@@ -206,17 +219,21 @@ class StaticDispatch:
         find_bad(topk_idx, num_experts, self._first_bad)
         announce(
             *(exchange.control, exchange.announcements, block.announced, block.totals, topk_idx, self._first_bad),
-            *(self._mailboxes, block.signature),
+            *(self._mailboxes, signature, block.places),
         )
-        return StaticBatch(block, x, topk_idx, topk_weights, before)
+        block.batch = StaticBatch(x, topk_idx, topk_weights, before, signature)
 
-    def push(self, batch: StaticBatch) -> None:
+    def push(self, block: StaticBlock) -> None:
         """Waits on the device for all counts, plans, and writes every row to its place."""
-        exchange, (block, x, ids, weights, before) = self._exchange, batch
+        batch, block.batch = block.batch, None
+        if batch is None:
+            raise ValueError("block: no dispatch has been announced whose rows could be pushed")
+        exchange, (x, ids, weights, before, signature) = self._exchange, batch
         control, placed, num_tokens = exchange.control, block.placed, ids.shape[0]
         plan_announced(
-            *(control, exchange.announcements.slot, block.announced, self._mailbox, block.signature),
-            *(exchange.experts, placed.form, block.bases, block.scratch, placed.arrived),
+            *(control, exchange.announcements.slot, block.announced, self._mailbox, signature),
+            *(exchange.experts, placed.form, (self._regions, block.addresses, block.values)),
+            *(block.bases, block.scratch, placed.arrived),
         )
         planned, device = block.planned[:num_tokens], ids.device
         expert_rank, _ = exchange.experts
@@ -235,15 +252,64 @@ class StaticDispatch:
             ROUTES=_ROUTES,
         )
         push_rows(x, planned, block.addresses)
-        if weights is not None and block.values is not None:
+        if weights is not None:
             push_rows(weights.view(-1, 1), planned.view(-1, 1), block.values)
         zero_rows(control.status, placed.arrived.spans, placed.block)
         _begin_call(control, exchange.pushes, block.pushed)
 
     def arrive(self, block: StaticBlock) -> None:
         """Waits on the device until all rows are there."""
-        self._calls.end(block.placed)
+        self._dispatches.end(block.placed)
         wait_for_ticket(self._exchange.control, self._exchange.pushes.slot, block.pushed)
+
+    # -- combine -------------------------------------------------------------------------------------------------------
+
+    def send_rows(self, y: Tensor, block: StaticBlock, *, place: int, signature: int) -> None:
+        """Tells every rank where my rows are; never waits.
+
+        Arguments:
+            y: contiguous rows in the order of those that arrived, any dtype; those that no route names are not read.
+            block: what the rows answer.
+            place: offset of the rows in my region, a multiple of 16. Where y lies elsewhere, it is copied there.
+            signature: as in `announce`.
+
+        Raises:
+            ValueError: y has another shape, or is not contiguous.
+            TooManyInFlight: too many calls have begun and are not completed.
+        """
+        exchange, placed = self._exchange, block.placed
+        row_bytes, num_rows = y.shape[-1] * y.element_size(), placed.form.num_rows
+        if not y.is_contiguous() or row_bytes * num_rows != y.nbytes or place % 16:
+            raise ValueError(
+                f"y is {list(y.shape)} with strides {y.stride()}, place {place}; wanted {num_rows} rows, "
+                "a multiple of 16"
+            )
+        self._combines.begin(placed)
+        target, arrived = self._region + place, placed.arrived
+        if y.data_ptr() != target:
+            rows = y.data_ptr(), row_bytes
+            named = arrived.first_rows, arrived.num_tokens_per_expert
+            copy_outputs(exchange.control, exchange.readiness, rows, *named, target)
+        send_place(exchange.control, exchange.readiness, placed.combined, place, self._ready_mailboxes, signature)
+
+    def sum_rows(self, block: StaticBlock, out: Tensor, *, signature: int, topk_weights: Tensor | None = None) -> None:
+        """Waits on the device until all rows are ready, and sums each token's, as `CapturedExchange.sum_rows` does."""
+        exchange, placed = self._exchange, block.placed
+        exchange.check_sums(placed, out, topk_weights)
+        control = exchange.control
+        find_places(
+            *(control, exchange.readiness.slot, placed.combined, self._ready_mailbox, signature),
+            *(self._regions, block.outputs),
+        )
+        outputs = Outputs(block.outputs, 0, 16, 0)
+        routes = placed.routes[: placed.num_tokens]
+        pull_sums(control._replace(num_windows=1), placed.combined, out, routes, outputs, topk_weights)
+        _begin_call(control, exchange.releases, block.released)
+
+    def release(self, block: StaticBlock) -> None:
+        """Waits on the device until everybody has read: rows may change then."""
+        self._combines.end(block.placed)
+        wait_for_ticket(self._exchange.control, self._exchange.releases.slot, block.released)
 
 
 def _begin_call(control: Control, operation: Operation, ticket: Tensor) -> None:

@@ -117,6 +117,7 @@ def _one_row_too_many(group: Group, transport: str, layout: str) -> str:
             text = ""
             try:
                 communicator.dispatch(mine.x, mine.topk_idx, layout=case.layout, capacity=capacity)
+                communicator.check()  # raises what only a device has found so far
             except CapacityExceeded as error:
                 text = str(error).partition(": ")[2]
             for wanted in (f"{max(rows)} rows for rank {fullest}", f"room for {capacity}"):
@@ -186,6 +187,7 @@ def _mistakes(group: Group, transport: str) -> None:
         for kind, options in wrong:
             try:
                 communicator.dispatch(mine.x, **options)
+                communicator.check()
             except kind as error:
                 expect("capacity" in str(error) or kind is MemoryLimitExceeded, f"no word of the capacity: {error}")
             else:
