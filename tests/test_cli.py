@@ -106,7 +106,10 @@ def test_every_command_explains_itself(capsys):
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert ended.value.code == 0
-        assert f"moecomm {name}" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert f"moecomm {name}" in printed
+        for empty in ("None", "False", ")"):
+            assert f"default: {empty}" not in printed
 
 
 def test_no_command_and_an_unknown_one_are_refused(capsys):
