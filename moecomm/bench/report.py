@@ -70,11 +70,11 @@ def print_header(console: Console, config: BenchConfig) -> None:
         (
             "bytes",
             f"dispatch: rows received (one per route) x {config.hidden} x {element}; combine: rows that come back x "
-            "the same;\npair: both; of the rank that has most, rows it sends itself included (local: their part)",
+            "the same; pair: both; of the rank that has most, rows it sends itself included (local: their part)",
         ),
         (
             "time",
-            "of the slowest rank in each iteration; then min, median, p99 over iterations. skew: slowest rank's\n"
+            "of the slowest rank in each iteration; then min, median, p99 over iterations. skew: slowest rank's "
             "median / fastest rank's. GB/s: bytes / median",
         ),
     ]
@@ -82,7 +82,7 @@ def print_header(console: Console, config: BenchConfig) -> None:
         pairs.append(
             (
                 "bound",
-                "the same rows by plain loops, same processes, same run: dispatch reads each row once and writes all\n"
+                "the same rows by plain loops, same processes, same run: dispatch reads each row once and writes all "
                 "copies with streaming stores; combine reads all rows and writes one per token; pair: both times",
             )
         )
@@ -97,9 +97,9 @@ def print_header(console: Console, config: BenchConfig) -> None:
         pairs.append(
             (
                 "hosts",
-                "needed: rows that must cross, one per token and host. sent, forwarded (inside the host): by the\n"
-                "counters of moecomm. on wire: by the interfaces; x needed: that over needed; GB/s: that / median.\n"
-                "link: payload rate of plain TCP streams of the needed rows, same run; of link: their time / median.\n"
+                "needed: rows that must cross, one per token and host. sent, forwarded (inside the host): by the "
+                "counters of moecomm. on wire: by the interfaces; x needed: that over needed; GB/s: that / median. "
+                "link: payload rate of plain TCP streams of the needed rows, same run; of link: their time / median. "
                 "hop: plain puts of the same rows; x hop: median / their time",
             )
         )
