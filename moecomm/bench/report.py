@@ -138,13 +138,7 @@ def table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
         summary = record.summary
         rows.append(
             [
-                str(record.tokens),
-                record.op,
-                record.backend,
-                record.transport,
-                format_us(summary.min_us),
-                format_us(summary.median_us),
-                format_us(summary.p99_us),
+                *_times(record),
                 f"{summary.skew:.2f}",
                 format_bytes(record.bytes),
                 format_bytes(record.local_bytes),
@@ -159,6 +153,20 @@ def table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
     return columns, rows
 
 
+def _times(record: Record) -> list[str]:
+    """The first cells of a line: what was measured, and how long it took."""
+    summary = record.summary
+    return [
+        str(record.tokens),
+        record.op,
+        record.backend,
+        record.transport,
+        format_us(summary.min_us),
+        format_us(summary.median_us),
+        format_us(summary.p99_us),
+    ]
+
+
 def low_latency_table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
     """The table of `records` of low-latency mode, where latencies and their spread matter and rates do not."""
     rows = []
@@ -166,13 +174,7 @@ def low_latency_table(records: Sequence[Record]) -> tuple[list[Column], list[lis
         summary = record.summary
         rows.append(
             [
-                str(record.tokens),
-                record.op,
-                record.backend,
-                record.transport,
-                format_us(summary.min_us),
-                format_us(summary.median_us),
-                format_us(summary.p99_us),
+                *_times(record),
                 f"{summary.p99_us / summary.median_us:.2f}",
                 f"{summary.skew:.2f}",
                 "-" if record.floor_us is None else format_us(record.floor_us),
