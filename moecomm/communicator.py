@@ -149,14 +149,12 @@ class Communicator(Status):
             },
         )
         self.topology = session.topology
-        self._exchanger = Exchanger(
-            session,
-            make_codec(codec, session.kernels),
-            self.placement,
-            rank=self.rank,
-            hidden=hidden,
-            max_topk=num_topk,
-        )
+        try:
+            made = make_codec(codec, session.kernels)
+            self._exchanger = Exchanger(session, made, self.placement, rank=self.rank, hidden=hidden, max_topk=num_topk)
+        except BaseException:
+            session.close()
+            raise
         self.id = self._exchanger.id
         self._closed = False
         _log.info(

@@ -81,7 +81,10 @@ class PeerLost(TransportError):
 
 
 class PeerFailed(TransportError):
-    """A peer gave up on this call; the message carries its reason."""
+    """A peer gave up on this call; the message carries its reason.
+
+    If it gave up on account of others, for whom it had waited in vain, `peers` are those; else it is in there itself.
+    """
 
 
 class CallMismatch(TransportError):

@@ -218,7 +218,8 @@ class Exchanger:
                     f"reduce: 'per_host' sums where the rows are, those on {self._device.type} come home one by one "
                     "from other domains; use 'exact'"
                 )
-            form = (handle.num_rows, handle.routing.layout, handle.routing.capacity, handle.routing.topk_idx.shape)
+            routing = handle.routing
+            form = (routing.mode, handle.num_rows, routing.layout, routing.capacity, routing.topk_idx.shape)
             looks = (form, look_of(y), look_of(topk_weights), values is None)
             found = self._combines.get(looks)
             if found is None:

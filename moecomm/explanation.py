@@ -60,7 +60,7 @@ def _details(session: Session, mode: str, algorithm: Algorithm) -> list[str]:
 
 
 def _choices(hops: Hops) -> list[str]:
-    made = [_choice(choice) for choice in hops.choices.values()]
+    made = [_choice(choice, hops) for choice in hops.choices.values()]
     return [_WAYS[hops.way], *(made or ["no call so far"])]
 
 
@@ -78,12 +78,14 @@ def _promised(hops: Hops) -> list[str]:
     return [f"dispatch {how}", "combine from rank to rank: a row per route; reduce='per_host': as in throughput mode"]
 
 
-def _choice(choice: Choice) -> str:
+def _choice(choice: Choice, hops: Hops) -> str:
     ways = {"over rails": choice.hierarchical_bytes, "from rank to rank": choice.direct_bytes}
     taken, other = ways if choice.is_hierarchical else reversed(ways)
+    is_preferred = choice.is_hierarchical == hops.prefers_rails(choice.direct_bytes, choice.hierarchical_bytes)
+    why = "" if is_preferred else " as reduce='per_host' always goes"
     return (
-        f"{choice.title}: {taken}, {_size(ways[taken])} between domains, all ranks together; {other} it would have "
-        f"been {_size(ways[other])}"
+        f"{choice.title}: {taken}{why}, {_size(ways[taken])} between domains, all ranks together; {other} it would "
+        f"have been {_size(ways[other])}"
     )
 
 

@@ -39,6 +39,14 @@ class Handle:
         """`[T, K]` int32: global expert ids, -1 = no expert."""
         return self.routing.topk_idx
 
+    def __repr__(self) -> str:
+        fixed = f", capacity={self.capacity}" if self.capacity else ""
+        return (
+            f"Handle(mode={self.mode!r}, layout={self.layout!r}, num_tokens={self.num_tokens}, "
+            f"num_topk={self.topk_idx.shape[1]}, num_rows={self.num_rows}{fixed}, "
+            f"expert_alignment={self.expert_alignment}, communicator={self.communicator})"
+        )
+
     @property
     def counts(self) -> torch.Tensor:
         """`[R, E + R]` int32 on the host: per source rank its routes per expert, then its distinct tokens per rank.
@@ -132,6 +140,17 @@ class Received:
     num_tokens_per_expert: torch.Tensor
     offsets: torch.Tensor | None
     handle: Handle
+
+    def __repr__(self) -> str:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        looks = ", ".join(f"{name}={_look(tensor)}" for name, tensor in tensors.items())
+        return f"Received({looks}, handle={self.handle})"
+
+
+def _look(tensor: torch.Tensor) -> str:
+    """Dtype and shape, and the device if it is not the CPU."""
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{where}"
 
 
 def received_of(

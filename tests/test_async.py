@@ -301,7 +301,8 @@ def test_too_many_in_flight_says_how_many_and_disturbs_nothing():
                 first.send(comm, "dispatch_async")
             text = str(refused.value)
             assert text.startswith("dispatch #2: 2 calls have begun since dispatch #0, which is in flight"), text
-            assert "(all that are: dispatch #0, dispatch #1), and max_in_flight is 2; wait for dispatch #0" in text
+            assert "(all that are: dispatch #0, dispatch #1), and max_in_flight is 2; first call wait() on" in text
+            assert text.endswith("what dispatch #0 gave, or construct the Communicator with a larger max_in_flight")
         run_in_turns([work for pair in works for work in pair])
         for comm, (one, two) in zip(comms, works, strict=True):
             first.check_received(one.wait(), comm.rank)

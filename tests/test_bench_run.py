@@ -112,6 +112,12 @@ def test_a_failing_rank_shows_its_traceback():
         run_ranks(dataclasses.replace(TINY, backends=("bench_backends:Raising",)))
 
 
+def test_a_transport_that_does_not_answer_is_told_without_a_traceback():
+    with pytest.raises(BenchFailed, match="transport 'nvlink' is unavailable: .* Remedy: ") as failed:
+        run_ranks(dataclasses.replace(TINY, backends=("moecomm",), transport="nvlink"))
+    assert "Traceback" not in str(failed.value)
+
+
 def test_a_rank_that_ends_without_a_word_is_named():
     with pytest.raises(BenchFailed, match="rank 1 ended with status 17"):
         run_ranks(dataclasses.replace(TINY, backends=("bench_backends:Dying",)))

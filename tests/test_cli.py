@@ -11,6 +11,7 @@ from moecomm.cli.console import Column, Console, plain_table
 from moecomm.cli.facts import OPTIONAL_PACKAGES, collect
 from moecomm.cli.info import _ranges
 from moecomm.cli.main import COMMANDS, main
+from moecomm.errors import TransportUnavailable
 from moecomm.version import __version__
 
 COLUMNS = [Column("name"), Column("n", "right")]
@@ -28,6 +29,32 @@ def test_a_plain_table_is_aligned():
     assert plain_table(COLUMNS, []) == "name  n\n----  -"
     with pytest.raises(ValueError, match="row 0 has 1 cells"):
         plain_table(COLUMNS, [["a"]])
+
+
+def test_a_long_last_column_goes_on_in_further_lines():
+    columns = [COLUMNS[0], Column("why", wraps=True)]
+    text = plain_table(columns, [["a", "one two three four five six-seven"], ["b", ""]], width=30)
+    assert text.splitlines()[2:] == ["a     one two three four five", "        six-seven", "b"]
+    wide = ["a" * 50, "one two three four five"]  # never so narrow that nobody could read it
+    assert plain_table(columns, [wide], width=30).splitlines()[2:] == ["  ".join(wide)]
+    assert plain_table(columns, [["a", "x " * 100]]).splitlines()[2] == "a     " + " ".join("x" * 100)
+
+
+@pytest.mark.parametrize("columns", [60, 100, 200])
+def test_info_fits_the_terminal_and_says_each_reason_once(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    def without_triton(device):
+        raise TransportUnavailable(f"device {device!r}", "there is no Triton.", "Get it.")
+
+    monkeypatch.setattr("moecomm.devices.registry.find_device", without_triton)
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    transports = printed.partition("Transports")[2].partition("Environment")[0]
+    of_gpus = [line for line in transports.splitlines() if "no Triton" in line]
+    assert [line.split()[0] for line in of_gpus] == ["nvlink", "nvshmem"]
+    assert transports.count("remedy: Get it.") == 2
+    assert max(map(len, transports.splitlines())) <= min(columns, 100)
 
 
 def test_what_is_not_a_terminal_gets_plain_text():
@@ -79,7 +106,10 @@ def test_every_command_explains_itself(capsys):
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert ended.value.code == 0
-        assert f"moecomm {name}" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert f"moecomm {name}" in printed
+        for empty in ("None", "False", ")"):
+            assert f"default: {empty}" not in printed
 
 
 def test_no_command_and_an_unknown_one_are_refused(capsys):

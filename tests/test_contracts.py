@@ -13,7 +13,7 @@ from moecomm.transports.ucx_library import find_library
 
 WORLDS_OF = {
     "local": [World("threads", "local", rank_counts=(1, 2, 3, 4)), World("stepped", "local")],
-    "shm": [World("processes", "shm")],
+    "shm": [World("processes", "shm", rank_counts=(1, 2, 3, 4))],
     "nvlink": [World("processes", "nvlink", rank_counts=(2,))],
     "shm+ucx": [HostsWorld("processes", "shm+ucx", rank_counts=(2, 3, 4), per_host=2)],
     "ucx": [World("processes", "ucx", rank_counts=(1, 2, 3))],

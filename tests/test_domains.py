@@ -141,6 +141,20 @@ def test_any_grid_can_be_tried_on_one_host(grid):
     assert told(4, topology=grid) == grid
 
 
+def tell_of_sums_per_host(group, algorithm):
+    with open_communicator(group, topology=Topology.grid(2, 2), algorithm=algorithm) as comm:
+        received = comm.dispatch(torch.ones(1, comm.hidden), torch.tensor([[0, 5]]))
+        comm.combine(received.x, received.handle, reduce="per_host")
+        return comm.explain()
+
+
+@pytest.mark.parametrize(("algorithm", "why"), [("direct", " as reduce='per_host' always goes"), ("hierarchical", "")])
+def test_what_sums_per_host_say_of_their_way(algorithm, why):
+    text = launch(tell_of_sums_per_host, 4, algorithm)[0]
+    assert f"combine #1: over rails{why}, " in text
+    assert f"dispatch #0: {'from rank to rank' if why else 'over rails'}, " in text
+
+
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 

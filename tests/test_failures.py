@@ -252,8 +252,9 @@ def never_come(group):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_rank_that_waits_is_told_who_is_missing(backend):
     results = launch(never_come, 3, backend=backend)
-    for kind, text, _ in results[:2]:
+    for kind, text, peers in results[:2]:
         assert kind in ("PeerTimeout", "PeerFailed"), text
+        assert peers == (2,), f"{kind}: {text}"
         assert "for rank 2 (pid " in text
         assert "has not made the call: counter at 0, expected 1" in text
     assert "PeerTimeout" in {results[0][0], results[1][0]}

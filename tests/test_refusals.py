@@ -2,12 +2,13 @@
 rank gets the named error, nothing is sent, and later calls are right.
 """
 
+import gc
 from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
-from exchange_ranks import EXPERTS, HIDDEN, TOPK, Batch, caught, check_exchange, open_communicator
+from exchange_ranks import EXPERTS, HIDDEN, TOPK, Batch, caught, check_exchange, left_behind, open_communicator
 
 from moecomm.testing import all_to_one_rank, launch
 
@@ -113,6 +114,21 @@ def test_ranks_that_disagree_all_see_both_calls(backend, num_ranks):
             assert peers != (rank,)
 
 
+def disagree_in_low_latency(group):
+    layout = ("slab", "expert_major")[group.rank == ODD]
+    with open_communicator(group, max_tokens_per_rank=8) as comm:
+        batch = Batch(comm.num_ranks, 1)
+        dispatch = partial(comm.dispatch, batch.x(comm.rank), batch.topk_idx(comm.rank), mode="low_latency")
+        return caught(partial(dispatch, layout=layout))
+
+
+def test_what_nobody_has_given_is_not_in_the_description():
+    for kind, text, _ in launch(disagree_in_low_latency, 2):
+        assert kind == "CallMismatch"
+        assert "layout=slab, expert_alignment=1, travelling weights=no" in text, text
+        assert "capacity" not in text
+
+
 def construct_differently(group, name, values):
     return caught(lambda: open_communicator(group, **{name: values[group.rank == ODD]}))
 
@@ -127,6 +143,21 @@ def test_ranks_that_construct_differently_are_all_told(backend, name, values):
         assert kind == "ValueError"
         assert f"{name} must be equal on all ranks: rank {rank} has {values[rank == ODD]}" in text
         assert str(values[rank != ODD]) in text
+
+
+def construct_in_vain(group):
+    gc.collect()
+    gc.disable()
+    try:
+        return caught(lambda: open_communicator(group, codec="morse")), left_behind()
+    finally:
+        gc.enable()
+
+
+def test_what_was_opened_for_a_codec_that_does_not_exist_is_closed():
+    for (kind, text, _), left in launch(construct_in_vain, 2, backend="processes"):
+        assert (kind, text) == ("ValueError", "codec: unknown 'morse'; available: none")
+        assert left == []
 
 
 # -- arguments that are wrong on one rank ------------------------------------------------------------------------------

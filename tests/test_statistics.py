@@ -1,4 +1,4 @@
-"""What a communicator tells of itself: tokens by expert, and how long it has waited for whom."""
+"""What a communicator tells of itself (tokens by expert, how long it has waited for whom), and its results in short."""
 
 import time
 
@@ -7,6 +7,7 @@ import torch
 from exchange_ranks import open_communicator
 from low_latency_ranks import WORLDS
 
+from moecomm.groups import SoloGroup
 from moecomm.testing import launch, masked, uniform
 
 HIDDEN, EXPERTS, TOPK, MOST = 16, 6, 2, 8
@@ -86,3 +87,20 @@ def test_a_slow_rank_stands_out(backend, mode):
 @pytest.mark.parametrize(("backend", "transport"), WORLDS)
 def test_tokens_are_counted_over_all_calls(backend, transport):
     launch(count_tokens, 3, transport, backend=backend)
+
+
+def test_results_are_told_in_short():
+    with open_communicator(SoloGroup(), max_tokens_per_rank=4) as comm:
+        x, idx = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 5], [1, -1]])
+        flat = comm.dispatch(x, idx, torch.ones(2, 2), layout="flat")
+        assert repr(flat) == (
+            "Received(x=bfloat16[2, 16], topk_weights=float32[2, 2], topk_idx=int32[2, 2], "
+            f"num_tokens_per_expert=int32[6], handle={flat.handle})"
+        )
+        assert repr(flat.handle) == (
+            "Handle(mode='throughput', layout='flat', num_tokens=2, num_topk=2, num_rows=2, expert_alignment=1, "
+            f"communicator={comm.id})"
+        )
+        slab = comm.dispatch(x, idx, mode="low_latency")
+        assert "mode='low_latency', layout='slab'" in repr(slab)
+        assert "num_rows=24, capacity=4, " in repr(slab.handle)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moecomm.algorithms import reports
 from moecomm.algorithms.base import Arrival, Returned, Session
 from moecomm.algorithms.calls import Call, Phase
 from moecomm.algorithms.collective_mode import CollectiveMode
@@ -32,7 +33,6 @@ from moecomm.errors import (
     CommunicatorClosed,
     MemoryLimitExceeded,
     PeerFailed,
-    TooManyInFlight,
     TransportError,
     TransportUnavailable,
 )
@@ -123,10 +123,8 @@ class Collective(Session):
 
     def check_room(self, operation: Operation) -> None:
         if len(self._outstanding) >= self._max_in_flight:
-            raise TooManyInFlight(
-                f"{operation.title}: {len(self._outstanding)} calls are in flight and max_in_flight is "
-                f"{self._max_in_flight}; wait for one of them first, or construct the Communicator with a larger one"
-            )
+            title, in_flight = f"{operation.title} #{self._next_sequence}", tuple(self._outstanding)
+            raise reports.too_many(title, in_flight, len(in_flight), self._max_in_flight)
 
     def make_room(self) -> None:
         while len(self._outstanding) >= self._max_in_flight:

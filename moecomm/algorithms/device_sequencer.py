@@ -15,7 +15,6 @@ from moecomm.algorithms.mailbox import Mailbox
 from moecomm.algorithms.sequencer import Sequencer
 from moecomm.devices.base import Device
 from moecomm.devices.queue import OrderedQueue, Queue
-from moecomm.errors import TransportError
 from moecomm.kernels.wire import Wire
 from moecomm.transports.base import Transport
 
@@ -50,7 +49,7 @@ class DeviceSequencer(Sequencer):
         self.before_begin()
         try:
             self._queue.begin(call, call.job.prepare)
-        except TransportError as error:
+        except Exception as error:  # there is no room for the results, say
             self.refuse(call.operation, error)
             raise
         return super().begin(call)

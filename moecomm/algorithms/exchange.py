@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moecomm.algorithms import reports
 from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.device_calls import DeviceCalls, DeviceJob
@@ -22,7 +23,7 @@ from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 from moecomm.devices.base import Device
 from moecomm.devices.queue import OrderedQueue
-from moecomm.errors import MemoryLimitExceeded, TooManyInFlight
+from moecomm.errors import MemoryLimitExceeded
 from moecomm.kernels.captured import CapturedCalls
 from moecomm.kernels.far_runs import FarRun, Memory
 from moecomm.placement import Placement
@@ -167,13 +168,11 @@ class Exchange(Session):
 
     def check_room(self, operation: Operation) -> None:
         self.sequencer.check_room(operation)
-        if self.device_calls is not None and self._is_full(self.device_calls):
-            waiting = ", ".join(call.title for call in self.device_calls.in_flight)
-            raise TooManyInFlight(
-                f"{operation.title}: {waiting} and {self.sequencer.num_in_flight} others are in flight, and "
-                f"max_in_flight is {self.sequencer.max_in_flight}; wait for one of them first, or construct the "
-                "Communicator with a larger one"
-            )
+        calls = self.device_calls
+        if calls is not None and self._is_full(calls):
+            in_flight, sequencer = (*self.sequencer.in_flight, *calls.in_flight), self.sequencer
+            num_begun = len(calls.in_flight) + sequencer.num_in_flight
+            raise reports.too_many(operation.title, in_flight, num_begun, sequencer.max_in_flight)
 
     def make_room(self) -> None:
         calls = self.device_calls

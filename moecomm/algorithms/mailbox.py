@@ -37,7 +37,9 @@ _CARD_WORDS = (11, 17, 18, 11)
 _RECORDED = 2
 _NOWHERE = (-1,) * MAX_PLANES
 _GRANT = struct.Struct("5q")
-_NOTICE = struct.Struct("3q1000s")
+# Call number + 1, kind, length of the text, ranks that are blamed, text.
+_NOTICE = struct.Struct("3q8i1000s")
+_NUM_BLAMED = 8
 _NOTICE_TEXT_BYTES = 1000
 _NUM_NOTICES = 32
 _NUM_MARKS = 1024
@@ -104,11 +106,13 @@ class Notice(NamedTuple):
         rank: which.
         kind: a small number whose meaning the sender and the reader agree on.
         text: why.
+        blamed: the first of the ranks on whose account it gave up; empty: on its own.
     """
 
     rank: int
     kind: int
     text: str
+    blamed: tuple[int, ...] = ()
 
 
 class Mailbox:
@@ -247,11 +251,12 @@ class Mailbox:
             grants.append(Grant(offset, need, limit, bool(refused)))
         return grants
 
-    def send_notice(self, sequence: int, kind: int, text: str, lane: int) -> None:
-        """Tells every rank that this one gave up on the call, and adds 1 to its counter `lane`."""
+    def send_notice(self, sequence: int, kind: int, text: str, lane: int, blamed: Sequence[int] = ()) -> None:
+        """Tells every rank that this one gave up on the call (see `Notice`), and adds 1 to its counter `lane`."""
         data = text.encode()[:_NOTICE_TEXT_BYTES]
+        ranks = [*blamed, *[-1] * _NUM_BLAMED][:_NUM_BLAMED]
         # Call numbers are stored with + 1, so that untouched memory is no notice.
-        _NOTICE.pack_into(self._outgoing[2], 0, sequence + 1, kind, len(data), data)
+        _NOTICE.pack_into(self._outgoing[2], 0, sequence + 1, kind, len(data), *ranks, data)
         offset = self._offset(2, sequence, self._transport.rank)
         for rank in self._ranks:
             self._transport.put(self._region, offset, self._out_addresses[2], _NOTICE.size, rank)
@@ -263,9 +268,10 @@ class Mailbox:
         """By rank, who gave up on this call (or on one so much later that this call's mark is overwritten), and why."""
         found = []
         for source in np.flatnonzero(self._marks[:, sequence % _NUM_MARKS] > sequence).tolist():
-            number, kind, length, text = _NOTICE.unpack_from(self._view, self._offset(2, sequence, source))
+            number, kind, length, *ranks, text = _NOTICE.unpack_from(self._view, self._offset(2, sequence, source))
             if number == sequence + 1:
-                found.append(Notice(source, kind, text[:length].decode(errors="replace")))
+                blamed = tuple(rank for rank in ranks if rank >= 0)
+                found.append(Notice(source, kind, text[:length].decode(errors="replace"), blamed))
             elif number > sequence:  # else the mark has overtaken its notice, which is there with the signal
                 found.append(Notice(source, 0, "its reason was overwritten by that of a later call"))
         return found

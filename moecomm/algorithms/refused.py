@@ -14,7 +14,6 @@ class Refused(Algorithm):
 
     Arguments:
         reason: why, and what to do instead, as a sentence without its full stop.
-
     """
 
     name = "not available"

@@ -6,10 +6,18 @@ from collections.abc import Sequence
 
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call
 from moecomm.algorithms.mailbox import Notice
-from moecomm.errors import CallMismatch, CapacityExceeded, MemoryLimitExceeded, PeerFailed, PeerLost, PeerTimeout
+from moecomm.errors import (
+    CallMismatch,
+    CapacityExceeded,
+    MemoryLimitExceeded,
+    PeerFailed,
+    PeerLost,
+    PeerTimeout,
+    TooManyInFlight,
+)
 from moecomm.transports.base import Transport
 
-__all__ = ["AGREED", "agreed", "failed", "lost", "stalled", "timed_out"]
+__all__ = ["AGREED", "agreed", "failed", "lost", "not_held", "stalled", "timed_out", "too_many"]
 
 AGREED: tuple[type[Exception], ...] = (ValueError, MemoryLimitExceeded, CapacityExceeded, CallMismatch)
 """What all ranks raise alike, in the order of the kinds of notices."""
@@ -89,9 +97,12 @@ def stalled(transport: Transport, call: Call, timeout: float) -> PeerTimeout:
 
 
 def failed(transport: Transport, call: Call, notices: Sequence[Notice]) -> PeerFailed:
-    """Ranks that gave up on the call."""
+    """Ranks that gave up on the call; its `peers` are those on whose account they did, or they themselves."""
     texts = "; ".join(f"{transport.describe_peer(notice.rank)} gave up: {notice.text}" for notice in notices)
-    return PeerFailed(f"{call.title}: {texts}", operation=call.title, peers=tuple(notice.rank for notice in notices))
+    causes: set[int] = set()
+    for notice in notices:
+        causes.update({*notice.blamed} - {transport.rank} or {notice.rank})
+    return PeerFailed(f"{call.title}: {texts}", operation=call.title, peers=tuple(sorted(causes)))
 
 
 def agreed(kind: type[Exception], notice: Notice, call: Call) -> Exception:
@@ -99,3 +110,13 @@ def agreed(kind: type[Exception], notice: Notice, call: Call) -> Exception:
     if kind is CallMismatch:
         return CallMismatch(notice.text, operation=call.title, peers=(notice.rank,))
     return kind(notice.text)
+
+
+def too_many(title: str, in_flight: Sequence[Call], num_begun: int, most: int) -> TooManyInFlight:
+    """One call more than may be in flight; those that have begun since the oldest one count, also if refused."""
+    oldest = in_flight[0].title
+    return TooManyInFlight(
+        f"{title}: {num_begun} calls have begun since {oldest}, which is in flight (all that are: "
+        f"{', '.join(call.title for call in in_flight)}), and max_in_flight is {most}; first call wait() on what "
+        f"{oldest} gave, or construct the Communicator with a larger max_in_flight"
+    )

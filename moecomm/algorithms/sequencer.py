@@ -17,7 +17,7 @@ from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, LANE_N
 from moecomm.algorithms.holder_lanes import HolderLanes
 from moecomm.algorithms.mailbox import Card, Grant, Mailbox, Parcel
 from moecomm.algorithms.signature import Operation, describe
-from moecomm.errors import CallMismatch, CommunicatorClosed, PeerFailed, TooManyInFlight, TransportError
+from moecomm.errors import CallMismatch, CommunicatorClosed, PeerFailed, TransportError
 from moecomm.transports.base import Transport, WaitOutcome
 
 __all__ = ["Sequencer"]
@@ -94,15 +94,14 @@ class Sequencer:
 
     def check_room(self, operation: Operation) -> None:
         """Raises TooManyInFlight if one more call may not begin."""
-        if not self._is_full():
-            return
-        waiting = ", ".join(other.title for other in self._outstanding)
-        oldest = self._outstanding[0]
-        raise TooManyInFlight(
-            f"{operation.title} #{self._next_sequence}: {self._next_sequence - oldest.sequence} calls have begun "
-            f"since {oldest.title}, which is in flight (all that are: {waiting}), and max_in_flight is "
-            f"{self.max_in_flight}; wait for {oldest.title} first, or construct the Communicator with a larger one"
-        )
+        if self._is_full():
+            title = f"{operation.title} #{self._next_sequence}"
+            raise reports.too_many(title, self.in_flight, self.num_in_flight, self.max_in_flight)
+
+    @property
+    def in_flight(self) -> tuple[Call, ...]:
+        """Calls that have begun and are not over, the oldest first."""
+        return tuple(self._outstanding)
 
     @property
     def num_in_flight(self) -> int:
@@ -369,7 +368,8 @@ class Sequencer:
         kind, text = _FOLLOWED if isinstance(error, PeerFailed) else _OWN_REASON, f"{type(error).__name__}: {error}"
         if call.is_agreed_failure and type(error) in reports.AGREED:
             kind, text = _AGREED + reports.AGREED.index(type(error)), str(error)
-        self.mailbox.send_notice(call.sequence, kind, text, LANE_NOTICED)
+        blamed = error.peers if isinstance(error, TransportError) else ()
+        self.mailbox.send_notice(call.sequence, kind, text, LANE_NOTICED, blamed)
         self.signal_all(LANE_BEGUN, call)
         self._owed = max(self._owed, call.sequence + 1)
         self._quarantine.extend((call.sequence, block) for block in call.blocks)

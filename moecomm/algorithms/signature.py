@@ -84,7 +84,8 @@ def describe(operation: int, words: Words) -> str:
         f"{title}(hidden={hidden}, dtype={dtype_name(dtype)}, num_topk={num_topk}, "
         f"layout={_LAYOUTS[layout] if 0 <= layout < len(_LAYOUTS) else layout}, expert_alignment={alignment}"
     )
-    if capacity:
+    # A low-latency call has one always, from the communicator's arguments.
+    if capacity and operation not in (Operation.EAGER_DISPATCH, Operation.EAGER_COMBINE):
         text += f", capacity={capacity}"
     if codec:
         text += f", codec={codec}"

@@ -35,7 +35,7 @@ os.execv(sys.argv[2], sys.argv[2:])"""
 
 
 class BenchFailed(MoecommError):
-    """A rank of the benchmark failed or the run did not end in time; the message holds the tracebacks."""
+    """A rank of the benchmark failed or the run did not end in time; the message says what went wrong."""
 
 
 def run_ranks(
@@ -151,7 +151,7 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _failure(config: BenchConfig, directory: Path, statuses: list[int | None]) -> str:
-    """Who failed and how: tracebacks where a rank left one, else the end of what it printed."""
+    """Who failed and how: what a rank has left to say, mostly a traceback, else the end of what it printed."""
     parts = []
     explained: set[int] = set()
     seen: dict[str, int] = {}

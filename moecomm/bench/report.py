@@ -70,11 +70,11 @@ def print_header(console: Console, config: BenchConfig) -> None:
         (
             "bytes",
             f"dispatch: rows received (one per route) x {config.hidden} x {element}; combine: rows that come back x "
-            "the same;\npair: both; of the rank that has most, rows it sends itself included (local: their part)",
+            "the same; pair: both; of the rank that has most, rows it sends itself included (local: their part)",
         ),
         (
             "time",
-            "of the slowest rank in each iteration; then min, median, p99 over iterations. skew: slowest rank's\n"
+            "of the slowest rank in each iteration; then min, median, p99 over iterations. skew: slowest rank's "
             "median / fastest rank's. GB/s: bytes / median",
         ),
     ]
@@ -82,7 +82,7 @@ def print_header(console: Console, config: BenchConfig) -> None:
         pairs.append(
             (
                 "bound",
-                "the same rows by plain loops, same processes, same run: dispatch reads each row once and writes all\n"
+                "the same rows by plain loops, same processes, same run: dispatch reads each row once and writes all "
                 "copies with streaming stores; combine reads all rows and writes one per token; pair: both times",
             )
         )
@@ -97,9 +97,9 @@ def print_header(console: Console, config: BenchConfig) -> None:
         pairs.append(
             (
                 "hosts",
-                "needed: rows that must cross, one per token and host. sent, forwarded (inside the host): by the\n"
-                "counters of moecomm. on wire: by the interfaces; x needed: that over needed; GB/s: that / median.\n"
-                "link: payload rate of plain TCP streams of the needed rows, same run; of link: their time / median.\n"
+                "needed: rows that must cross, one per token and host. sent, forwarded (inside the host): by the "
+                "counters of moecomm. on wire: by the interfaces; x needed: that over needed; GB/s: that / median. "
+                "link: payload rate of plain TCP streams of the needed rows, same run; of link: their time / median. "
                 "hop: plain puts of the same rows; x hop: median / their time",
             )
         )
@@ -138,13 +138,7 @@ def table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
         summary = record.summary
         rows.append(
             [
-                str(record.tokens),
-                record.op,
-                record.backend,
-                record.transport,
-                format_us(summary.min_us),
-                format_us(summary.median_us),
-                format_us(summary.p99_us),
+                *_times(record),
                 f"{summary.skew:.2f}",
                 format_bytes(record.bytes),
                 format_bytes(record.local_bytes),
@@ -159,6 +153,20 @@ def table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
     return columns, rows
 
 
+def _times(record: Record) -> list[str]:
+    """The first cells of a line: what was measured, and how long it took."""
+    summary = record.summary
+    return [
+        str(record.tokens),
+        record.op,
+        record.backend,
+        record.transport,
+        format_us(summary.min_us),
+        format_us(summary.median_us),
+        format_us(summary.p99_us),
+    ]
+
+
 def low_latency_table(records: Sequence[Record]) -> tuple[list[Column], list[list[str]]]:
     """The table of `records` of low-latency mode, where latencies and their spread matter and rates do not."""
     rows = []
@@ -166,13 +174,7 @@ def low_latency_table(records: Sequence[Record]) -> tuple[list[Column], list[lis
         summary = record.summary
         rows.append(
             [
-                str(record.tokens),
-                record.op,
-                record.backend,
-                record.transport,
-                format_us(summary.min_us),
-                format_us(summary.median_us),
-                format_us(summary.p99_us),
+                *_times(record),
                 f"{summary.p99_us / summary.median_us:.2f}",
                 f"{summary.skew:.2f}",
                 "-" if record.floor_us is None else format_us(record.floor_us),

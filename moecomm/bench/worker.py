@@ -27,6 +27,7 @@ from moecomm.bench.floor import SignalRing, make_signal_ring, measure_python
 from moecomm.bench.links import make_links
 from moecomm.bench.measure import Measurement
 from moecomm.bench.workload import Workload
+from moecomm.errors import TransportUnavailable
 from moecomm.groups import as_group
 
 __all__ = ["Place", "main", "measure_rank"]
@@ -44,6 +45,9 @@ def main(arguments: list[str]) -> int:
         # A gloo group that is still alive when the interpreter ends aborts the process: nothing may hold it any more.
         gc.collect()
         _write(directory / f"result-{rank}.json", json.dumps(result))
+    except TransportUnavailable as error:  # says all there is to know
+        _write(directory / f"error-{rank}.txt", str(error))
+        return 1
     except BaseException:  # noqa: BLE001  whatever it is, the parent must see it
         _write(directory / f"error-{rank}.txt", traceback.format_exc())
         return 1

@@ -36,10 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="bfloat16", help="bfloat16, float16, float32 or float64")
     add("--mode", default="throughput", help="throughput or low_latency")
     add("--routing", default="uniform", help="uniform, zipf:MAX_OVER_MEAN, hot, masked:FRACTION or limited:HOSTS")
-    add("--against", default="", help="competitors: gloo, mpi, or module:Class of your own; separated by commas")
+    add(
+        "--against",
+        default="",
+        help="competitors, separated by commas: gloo, mpi, throughput (to low latency), direct, hierarchical and "
+        "per_host (between hosts), or module:Class of your own",
+    )
     add("--competitors", default="framework", help="framework = written as frameworks do; tuned = with reused buffers")
-    add("--transport", default="auto", help="of moecomm")
-    add("--codec", default="none", help="of moecomm")
+    add("--transport", default="auto", help="of moecomm, one of those that `moecomm info` lists")
+    add("--codec", default="none", help="of moecomm: number format of rows on the wire")
     add("--check", action=argparse.BooleanOptionalAction, default=True, help="hold all answers to the oracle")
     add("--bound", action=argparse.BooleanOptionalAction, default=True, help="measure the memory bound")
     add("--iterations", type=int, help="timed iterations at most; default: what --seconds allow")

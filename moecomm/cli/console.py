@@ -7,7 +7,9 @@ pipe is always plain text of a stable form.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,15 +20,26 @@ __all__ = ["Column", "Console", "Progress", "plain_table"]
 
 # Plain progress prints at most one line in this many seconds.
 PLAIN_PROGRESS_SECONDS = 10.0
+# Text is wrapped at the terminal's width, and here at the latest; a column of it is never narrower than the other.
+_MOST_COLUMNS = 100
+_NARROWEST = 24
 
 
 @dataclass(frozen=True)
 class Column:
-    """A table column: its heading, the side its text keeps to, and the style it has on a terminal (a rich style)."""
+    """A table column.
+
+    Attributes:
+        name: its heading.
+        align: the side its text keeps to.
+        style: on a terminal (a rich style).
+        wraps: a long text goes on in further lines; of at most one column, and the last one.
+    """
 
     name: str
     align: Literal["left", "right"] = "left"
     style: str = ""
+    wraps: bool = False
 
 
 class Progress(Protocol):
@@ -36,12 +49,13 @@ class Progress(Protocol):
         """Show that `completed` of the total is done, and a new description if one is given."""
 
 
-def plain_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
+def plain_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Render a table as aligned plain text.
 
     Arguments:
         columns: headings and alignment, left to right.
         rows: one sequence of `len(columns)` texts per line; no cell may hold a line break.
+        width: of the table at most, if its last column wraps; `None` = as wide as it comes.
 
     Returns:
         Lines joined by line breaks: heading, a line of dashes, the rows. No trailing blanks.
@@ -52,6 +66,8 @@ def plain_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str
     for number, row in enumerate(rows):
         if len(row) != len(columns):
             raise ValueError(f"row {number} has {len(row)} cells, the table has {len(columns)} columns")
+    if width is not None and columns[-1].wraps:
+        rows = _with_last_wrapped(columns, rows, width)
     widths = [max([len(column.name)] + [len(row[i]) for row in rows]) for i, column in enumerate(columns)]
 
     def line(cells: Sequence[str]) -> str:
@@ -62,6 +78,24 @@ def plain_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str
         return "  ".join(padded).rstrip()
 
     return "\n".join([line([c.name for c in columns]), line(["-" * w for w in widths]), *(line(row) for row in rows)])
+
+
+def _with_last_wrapped(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """The rows of a table of at most so many columns of text: more of them, where a last cell is too long."""
+    others = sum(2 + max([len(column.name)] + [len(row[i]) for row in rows]) for i, column in enumerate(columns[:-1]))
+    wrapped = []
+    for *cells, last in rows:
+        first, *more = _wrapped(last, width - others)
+        wrapped += [[*cells, first], *([*[""] * len(cells), line] for line in more)]
+    return wrapped
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most so many columns, as far as words allow; those after the first begin two columns later."""
+    indent = text[: len(text) - len(text.lstrip())] + "  "
+    width = max(width, _NARROWEST)
+    lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines or [""]
 
 
 @final
@@ -88,6 +122,11 @@ class Console:
         """Whether output goes through `rich`."""
         return self._rich is not None
 
+    @property
+    def width(self) -> int:
+        """Columns for text: those of the terminal, up to 100; 80 where there is none."""
+        return min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS)
+
     def line(self, text: str = "", *, style: str = "") -> None:
         """Print `text` and a line break; `style` is a rich style and means nothing in plain text."""
         if self._rich is not None:
@@ -110,10 +149,10 @@ class Console:
         self.line(f"error: {text}", style="red")
 
     def pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Print aligned `name  value` lines; a value may hold line breaks, its further lines are indented."""
+        """Print aligned `name  value` lines; a value may hold line breaks and is wrapped, and goes on indented."""
         width = max((len(name) for name, _ in pairs), default=0)
         for name, value in pairs:
-            first, *others = value.split("\n")
+            first, *others = (part for line in value.split("\n") for part in _wrapped(line, self.width - width - 4))
             if self._rich is not None:
                 from rich.text import Text
 
@@ -129,7 +168,7 @@ class Console:
         if self._rich is None:
             if title:
                 self.heading(title)
-            self.line(plain_table(columns, rows))
+            self.line(plain_table(columns, rows, width=self.width))
             return
         from rich import box
         from rich.table import Table

@@ -162,6 +162,7 @@ def _transports() -> list[dict[str, Any]]:
 
     from moecomm.devices.base import DeviceIdentity
     from moecomm.devices.registry import find_device
+    from moecomm.errors import TransportUnavailable
     from moecomm.groups import SoloGroup
     from moecomm.transports.peers import my_identity
     from moecomm.transports.registry import refusal, transport_class, transport_names
@@ -178,19 +179,22 @@ def _transports() -> list[dict[str, Any]]:
             dataclasses.replace(me, rank=1, in_process=False, process="another", host="another", hostname="another"),
         ],
     }
-    gpu, no_gpu = DeviceIdentity(), ""
+    gpu, no_gpu, gpu_remedy = DeviceIdentity(), "", ""
     try:
         gpu = find_device("cuda").identity()
-    except ValueError as error:
-        no_gpu = f"{error}."
+    except TransportUnavailable as error:
+        no_gpu, gpu_remedy = error.reason, error.remedy
+    except ValueError:
+        no_gpu, gpu_remedy = "torch finds no CUDA device.", "See what is missing for GPUs."
     found = []
     for name in transport_names():
         transport = transport_class(name)
+        remedy = transport.remedy()
         reasons: dict[str, str | None]
         if "cpu" in transport.capabilities.device_types:
             reasons = {who: refusal(transport, peers[0], peers) for who, peers in groups.items()}
         elif no_gpu:
-            reasons = dict.fromkeys(groups, no_gpu)
+            reasons, remedy = dict.fromkeys(groups, no_gpu), gpu_remedy
         else:
             on_gpu = {
                 who: [dataclasses.replace(peer, device_type="cuda", device=gpu) for peer in peers]
@@ -204,7 +208,7 @@ def _transports() -> list[dict[str, Any]]:
                 "answers": bool(reached),
                 "reaches": reached,
                 "refuses": {who: reason for who, reason in reasons.items() if reason is not None},
-                "remedy": transport.remedy(),
+                "remedy": remedy,
                 "device_types": list(transport.capabilities.device_types),
                 "crosses_hosts": transport.capabilities.crosses_hosts,
             }

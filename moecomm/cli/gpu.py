@@ -73,15 +73,17 @@ def gpu_facts(parts: list[dict[str, Any]]) -> dict[str, Any]:
             devices.append({"name": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"})
     missing = []
     if torch.version.cuda is None:
-        missing.append({"what": f"torch {torch.__version__} is built without CUDA", "remedy": "a torch built with it"})
+        missing.append(
+            {"what": f"torch {torch.__version__} is built without CUDA", "remedy": "install one built with it"}
+        )
     if not _has_driver():
         missing.append(
-            {"what": "no NVIDIA driver (libcuda.so.1)", "remedy": "its installation; in a container, access to GPUs"}
+            {"what": "no NVIDIA driver (libcuda.so.1)", "remedy": "install it; in a container, allow the use of GPUs"}
         )
     elif not devices and torch.version.cuda is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hint = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-        missing.append({"what": f"torch sees no device{hint}", "remedy": "nvidia-smi shows devices and driver"})
+        missing.append({"what": f"torch sees no device{hint}", "remedy": "ask nvidia-smi for devices and driver"})
     versions = {part["name"]: part["version"] for part in parts}
     missing += [
         {"what": f"{part['name']}: {part['gives']}", "remedy": part["remedy"]}

@@ -66,22 +66,8 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
         ]
     )
 
-    columns = [Column("transport", style="bold"), Column("answers"), Column("whom it reaches, or why not")]
-    rows = []
-    for transport in facts["transports"]:
-        is_partial = transport["crosses_hosts"] and OTHER_HOSTS in transport["refuses"]
-        others = ", between hosts too" if transport["crosses_hosts"] and not is_partial else ""
-        devices = ", ".join(transport["device_types"])
-        if transport["answers"]:
-            text = f"{' and '.join(transport['reaches'])} ({devices} tensors{others})"
-            rows.append([transport["name"], "yes", text])
-        reasons = {} if transport["answers"] else transport["refuses"]
-        if is_partial:  # of one that answers, only that it does not reach what it is for
-            reasons = {OTHER_HOSTS: transport["refuses"][OTHER_HOSTS]} | reasons
-        for who, reason in reasons.items():
-            rows.append([transport["name"], "no", f"{who}: {reason}"])
-        if reasons:
-            rows.append(["", "", f"remedy: {transport['remedy']}"])
+    columns = [Column("transport", style="bold"), Column("answers"), Column("whom it reaches, or why not", wraps=True)]
+    rows = [row for transport in facts["transports"] for row in _transport(transport)]
     console.table(columns, rows, title="Transports, in the order in which they are asked")
 
     console.heading("Environment")
@@ -93,12 +79,33 @@ def _print(console: Console, facts: dict[str, Any]) -> None:
 
     rows = []
     for part in facts["optional"]:
-        missing = part["version"] is None
-        rows.append(
-            [part["name"], "-" if missing else part["version"], part["gives"], part["remedy"] if missing else ""]
-        )
-    columns = [Column("part", style="bold"), Column("version"), Column("gives"), Column("to get it")]
+        rows.append([part["name"], part["version"] or "-", part["gives"]])
+        if part["version"] is None:
+            rows.append(["", "", f"to get it: {part['remedy']}"])
+    columns = [Column("part", style="bold"), Column("version"), Column("gives", wraps=True)]
     console.table(columns, rows, title="Optional parts")
+
+
+def _transport(transport: dict[str, Any]) -> list[list[str]]:
+    """The rows of a transport: whom it reaches, and each reason why not once."""
+    rows, refuses = [], transport["refuses"]
+    is_partial = transport["crosses_hosts"] and OTHER_HOSTS in refuses
+    if transport["answers"]:
+        crosses = transport["crosses_hosts"] and not is_partial and OTHER_HOSTS not in transport["reaches"]
+        others = ", between hosts too" if crosses else ""
+        devices = ", ".join(transport["device_types"])
+        rows.append([transport["name"], "yes", f"{' and '.join(transport['reaches'])} ({devices} tensors{others})"])
+        # Of one that answers, only that it does not reach what it is for.
+        refuses = {OTHER_HOSTS: refuses[OTHER_HOSTS]} if is_partial else {}
+    who_of: dict[str, list[str]] = {}
+    for who, reason in refuses.items():
+        who_of.setdefault(reason, []).append(who)
+    for reason, who in who_of.items():
+        is_all = not transport["answers"] and len(who_of) == 1
+        rows.append([transport["name"], "no", reason if is_all else f"{', '.join(who)}: {reason}"])
+    if refuses:
+        rows.append(["", "", f"remedy: {transport['remedy']}"])
+    return rows
 
 
 def _native(native: dict[str, Any]) -> list[tuple[str, str]]:

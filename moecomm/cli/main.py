@@ -34,6 +34,15 @@ class Command(Protocol):
         """Do the work and return the exit status."""
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names defaults, but for those that say nothing: none, switches that are off, and what the text tells itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says_nothing = action.default is None or action.default is False or action.default == ""
+        is_told = "default" in (action.help or "")
+        return action.help if says_nothing or is_told else super()._get_help_string(action)
+
+
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
     parser = argparse.ArgumentParser(
         prog="moecomm", description="Dispatch and combine for Mixture-of-Experts models with expert parallelism."
@@ -44,9 +53,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
     for name, module in COMMANDS.items():
         command = cast("Command", importlib.import_module(module))
         commands[name] = command
-        subparser = subparsers.add_parser(
-            name, help=command.HELP, description=command.HELP, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        subparser = subparsers.add_parser(name, help=command.HELP, description=command.HELP, formatter_class=_Help)
         command.add_arguments(subparser)
     return parser, commands
 

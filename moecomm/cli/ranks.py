@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from moecomm.version import __version__
 __all__ = ["collect_ranks", "print_ranks"]
 
 _MOST_PAIRS = 6
-_MOST_COLUMNS = 100
 
 
 def collect_ranks(group: Group) -> dict[str, Any]:
@@ -85,8 +83,7 @@ def print_ranks(console: Console, facts: dict[str, Any]) -> None:
     """Draw hosts, domains and rails, and say which transport is taken for whom, and why not another."""
     topology = Topology(*(tuple(facts["topology"][name]) for name in ("host_of", "domain_of", "host_names")))
     console.heading("Ranks")
-    width = min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS)
-    for line in draw_topology(topology, width - 2).splitlines():
+    for line in draw_topology(topology, console.width - 2).splitlines():
         console.line(f"  {line}".rstrip())
     if topology.num_ranks == 1:
         console.line("  To see all ranks, start it by torchrun: `torchrun ... -m moecomm info`.")

@@ -162,7 +162,7 @@ def _report_training(
             ("speed", f"{settings.batch * settings.window / steady:,.0f} tokens/s "
                       f"(slowest rank's median step: {1e3 * steady:.0f} ms)"),
             ("communication", f"{_percent(max(exchange))} of the time in dispatch and combine over {transport}, "
-                              f"{_percent(max(reduction))} in the all-reduce of the other gradients over gloo\n"
+                              f"{_percent(max(reduction))} in the all-reduce of the other gradients over gloo "
                               "(measured in every step, forward and backward, waiting included; slowest rank)"),
             ("busiest expert", f"{(last.max(dim=1).values / last.mean(dim=1)).mean():.2f} times an even load "
                                "(last step, mean over layers)"),

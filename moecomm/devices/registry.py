@@ -21,6 +21,7 @@ def find_device(device: Any) -> Device:
     Raises:
         TypeError: it is none of these.
         ValueError: there is no such device, or nothing here works on it.
+        TransportUnavailable: it is there, but what works on it is not installed.
     """
     if isinstance(device, Device):
         return device

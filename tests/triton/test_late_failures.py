@@ -57,6 +57,28 @@ def test_refused_calls_leave_the_devices_in_step():
     launch(refuse_and_go_on, 2, timeout=60)
 
 
+def lack_room(group):
+    device = LateDevice()
+    with Communicator(group, **SIZES, transport="local", device=device) as comm:
+        check_pair(comm)
+        queue = comm._exchanger.session.queue
+        if comm.rank == 1:
+            queue.room = no_room
+        with pytest.raises((MemoryError, PeerFailed), match="there is no room"):
+            comm.dispatch(*rows_of(comm.rank))
+        vars(queue).pop("room", None)
+        check_pair(comm)
+    device.end()
+
+
+def no_room(call, shape, dtype):
+    raise MemoryError("there is no room")
+
+
+def test_a_device_without_room_for_results_refuses_the_call_and_stays_in_step():
+    launch(lack_room, 2, timeout=60)
+
+
 def lag_behind(group):
     """A device that is still summing a peer's rows when the peer, after calls that it has refused, sends others."""
     device = LateDevice(0.4 * group.rank)

@@ -73,7 +73,7 @@ def test_a_rank_without_a_board_is_skipped():
         (lambda table: signal_all(table, 0, 0, status=make_status(2, "cpu")), r"status is torch.int64 \[6\].*\[7\]"),
         (lambda table: wait(0, 0, 1, status=torch.zeros(4, dtype=torch.int64), timeout_ns=1), r"torch.int64 \[4\]"),
         (lambda table: wait(0, -1, 1, status=make_status(2, "cpu"), timeout_ns=1), "slot is -1"),
-        (lambda table: wait(0, 0, -1, status=make_status(2, "cpu"), timeout_ns=1), "at_least -1"),
+        (lambda table: wait(0, 0, -1, status=make_status(2, "cpu"), timeout_ns=1), "at_least is -1"),
         (lambda table: wait(0, 0, torch.zeros(1), status=make_status(2, "cpu"), timeout_ns=1), "torch.float32"),
         (lambda table: wait(0, 0, table, status=make_status(2, "cpu"), timeout_ns=1), r"torch.int64 \[3\]"),
     ],

@@ -48,7 +48,7 @@ def captured_memory(
     value_bytes: int,
     num_rows: int,
 ) -> CapturedMemory:
-    """What to set aside for calls up to these sizes; `num_rows` is N, or the most E_local * capacity of a rank."""
+    """See `moecomm.kernels.captured.CapturedKernels.memory`."""
     message = message_layout(max_tokens_per_rank, num_topk, row_bytes, value_bytes).nbytes
     output = -(-num_rows * row_bytes // 64) * 64
     num_windows = windows_for(max_in_flight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,6 +11,7 @@ from moecomm.kernels.triton.far_push import check_status
 from moecomm.kernels.triton.lanes import acquire_lanes
 from moecomm.kernels.triton.nvshmem_device import launch_linked, refresh
 from moecomm.kernels.triton.runtime import check_device
+from moecomm.kernels.triton.signals import expected_of
 from moecomm.kernels.wire import Wire
 
 __all__ = ["far_wait", "far_wait_kernel", "linked_cases"]
@@ -49,16 +49,7 @@ def far_wait(wire: Wire, slot: int, at_least: int | Tensor, *, status: Tensor, t
     device = check_device("boards", wire.boards)
     wire.lane(slot)
     check_status(status, wire)
-    value, expected = (0, at_least) if isinstance(at_least, Tensor) else (at_least, status)
-    if isinstance(at_least, Tensor) and (
-        at_least.dtype is not torch.int64 or at_least.numel() != 1 or at_least.device != device
-    ):
-        raise ValueError(
-            f"at_least is {at_least.dtype} {list(at_least.shape)} on {at_least.device}; wanted one torch.int64 on "
-            f"{device}"
-        )
-    if value < 0 or timeout_ns < 0:
-        raise ValueError(f"at_least is {value} and timeout_ns is {timeout_ns}; neither may be negative")
+    value, expected = expected_of(at_least, status, timeout_ns)
     launch_linked(
         far_wait_kernel,
         1,

@@ -23,6 +23,7 @@ __all__ = [
     "board_bytes",
     "check_status",
     "compile_cases",
+    "expected_of",
     "make_status",
     "raise_if_behind",
     "signal",
@@ -169,17 +170,9 @@ def wait(board: int, slot: int, at_least: int | Tensor, *, status: Tensor, timeo
     """
     num_ranks = _check_status(status, max(1, status.numel() - SEEN.value))
     device = check_device("status", status)
-    if isinstance(at_least, Tensor):
-        if at_least.dtype is not torch.int64 or at_least.numel() != 1 or at_least.device != device:
-            raise ValueError(
-                f"at_least is {at_least.dtype} {list(at_least.shape)} on {at_least.device}; "
-                f"wanted one torch.int64 on {device}"
-            )
-        value, expected = 0, at_least
-    else:
-        value, expected = at_least, status
-    if slot < 0 or value < 0 or timeout_ns < 0:
-        raise ValueError(f"slot is {slot}, at_least {value}, timeout_ns {timeout_ns}; none may be negative")
+    value, expected = expected_of(at_least, status, timeout_ns)
+    if slot < 0:
+        raise ValueError(f"slot is {slot}; it may not be negative")
     launch(
         wait_kernel,
         1,
@@ -189,6 +182,25 @@ def wait(board: int, slot: int, at_least: int | Tensor, *, status: Tensor, timeo
         RANKS=triton.next_power_of_2(num_ranks),
         num_warps=1,
     )
+
+
+def expected_of(at_least: int | Tensor, status: Tensor, timeout_ns: int) -> tuple[int, Tensor]:
+    """What a wait is for, as kernels take it: a number, and where it stands if it is not that one.
+
+    Raises:
+        ValueError: it is not what `wait` takes, or a number is negative.
+    """
+    value, expected = (0, at_least) if isinstance(at_least, Tensor) else (at_least, status)
+    if expected is at_least and (
+        expected.dtype is not torch.int64 or expected.numel() != 1 or expected.device != status.device
+    ):
+        raise ValueError(
+            f"at_least is {expected.dtype} {list(expected.shape)} on {expected.device}; "
+            f"wanted one torch.int64 on {status.device}"
+        )
+    if value < 0 or timeout_ns < 0:
+        raise ValueError(f"at_least is {value} and timeout_ns is {timeout_ns}; neither may be negative")
+    return value, expected
 
 
 def raise_if_behind(

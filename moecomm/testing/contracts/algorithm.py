@@ -17,12 +17,11 @@ from moecomm.groups import Group
 from moecomm.handle import Received
 from moecomm.testing.compare import assert_bitwise_equal, expect
 from moecomm.testing.contracts.cases import Case, Inputs, cases_for, random_rows
+from moecomm.testing.contracts.expected import Expected, expected_of
 from moecomm.testing.contracts.world import World
-from moecomm.testing.oracle import ReferenceReceived, reference_combine, reference_dispatch
+from moecomm.testing.oracle import ReferenceReceived
 
 __all__ = ["CHECKS"]
-
-_SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_against_the_oracle(world: World) -> None:
@@ -48,52 +47,45 @@ def _each_case(group: Group, transport: str, cases: list[Case], seeds: tuple[int
 
 
 def _exchange(communicator: Communicator, case: Case, seed: int) -> None:
-    everyone = [case.inputs(rank, seed) for rank in range(case.num_ranks)]
-    mine = everyone[communicator.rank]
-    expected = _expected(case, everyone, communicator.rank)
+    expected, rank = expected_of(case, seed), communicator.rank
+    mine, arrived = expected.inputs[rank], expected.received[rank]
     options: dict[str, Any] = {"layout": case.layout, "expert_alignment": case.expert_alignment}
     received = communicator.dispatch(mine.x, mine.topk_idx, mine.topk_weights, **options)
-    _compare(received, expected, "dispatch")
+    _compare(received, arrived, "dispatch")
     bare = communicator.dispatch(mine.x, mine.topk_idx, **options)
     expect(bare.topk_weights is None, "dispatch without weights gave weights")
-    assert_bitwise_equal(bare.x, expected.x, "dispatch without weights: x")
+    assert_bitwise_equal(bare.x, arrived.x, "dispatch without weights: x")
     pending = communicator.dispatch_async(mine.x, mine.topk_idx, mine.topk_weights, **options)
-    _compare(pending.wait(), expected, "dispatch_async")
+    _compare(pending.wait(), arrived, "dispatch_async")
 
-    other = [case.inputs(rank, seed + 10).x for rank in range(case.num_ranks)]
-    cached = communicator.dispatch(other[communicator.rank], None, mine.topk_weights, handle=received.handle)
-    swapped = [Inputs(x, one.topk_idx, one.topk_weights) for x, one in zip(other, everyone, strict=True)]
-    _compare(cached, _expected(case, swapped, communicator.rank), "dispatch with a handle")
-    if case.dtype in _SUMMABLE:
-        _bring_home(communicator, case, seed, everyone, received)
+    swapped = expected_of(case, seed, rows_seed=seed + 10)
+    cached = communicator.dispatch(swapped.inputs[rank].x, None, mine.topk_weights, handle=received.handle)
+    _compare(cached, swapped.received[rank], "dispatch with a handle")
+    if expected.ys:
+        _bring_home(communicator, case, expected, received)
     # What is received next lands in this memory; none of it may show.
     for one in (received, bare, cached):
         one.x.view(torch.uint8).fill_(0xFF)
 
 
-def _bring_home(communicator: Communicator, case: Case, seed: int, everyone: list[Inputs], received: Received) -> None:
+def _bring_home(communicator: Communicator, case: Case, expected: Expected, received: Received) -> None:
     rank, handle = communicator.rank, received.handle
-    mine = everyone[rank]
-    expected = [_expected(case, everyone, one) for one in range(case.num_ranks)]
-    home = communicator.combine(received.x, handle)
-    assert_bitwise_equal(home, _expected_home(case, [e.x for e in expected], everyone, rank), "combine of what came")
-
-    ys = [random_rows(tuple(e.x.shape), case.dtype, f"y {seed} {r}") for r, e in enumerate(expected)]
-    for y, e in zip(ys, expected, strict=True):
-        y[e.sources[:, 0] < 0] = float("nan")  # padding must never be looked at
-    summed = _expected_home(case, ys, everyone, rank)
-    assert_bitwise_equal(communicator.combine(ys[rank], handle), summed, "combine")
-    assert_bitwise_equal(communicator.combine_async(ys[rank], handle).wait(), summed, "combine_async")
+    mine, y = expected.inputs[rank], expected.ys[rank]
+    came = expected.home(rank, ys=[one.x for one in expected.received])
+    assert_bitwise_equal(communicator.combine(received.x, handle), came, "combine of what came")
+    summed = expected.home(rank)
+    assert_bitwise_equal(communicator.combine(y, handle), summed, "combine")
+    assert_bitwise_equal(communicator.combine_async(y, handle).wait(), summed, "combine_async")
     buffer = communicator.combine_buffer(handle, case.dtype)
-    buffer.copy_(ys[rank])
+    buffer.copy_(y)
     assert_bitwise_equal(communicator.combine(buffer, handle), summed, "combine of a combine_buffer")
     if case.layout == "expert_major":
-        weighted = _expected_home(case, ys, everyone, rank, mine.topk_weights)
-        got = communicator.combine(ys[rank], handle, topk_weights=mine.topk_weights)
+        weighted = expected.home(rank, mine.topk_weights)
+        got = communicator.combine(y, handle, topk_weights=mine.topk_weights)
         assert_bitwise_equal(got, weighted, "weighted combine")
         half = mine.topk_weights.to(torch.bfloat16)
         got = communicator.combine(buffer, handle, topk_weights=half)
-        assert_bitwise_equal(got, _expected_home(case, ys, everyone, rank, half), "combine with bfloat16 weights")
+        assert_bitwise_equal(got, expected.home(rank, half), "combine with bfloat16 weights")
 
 
 def check_the_result_does_not_depend_on_the_number_of_ranks(world: World) -> None:
@@ -145,14 +137,12 @@ def _gradients(group: Group, transport: str, layout: Layout) -> None:
     leaves = [[x.detach().clone().requires_grad_() for x in xs], [w.detach().clone().requires_grad_() for w in weights]]
 
     # The reference: all ranks in one graph.
-    arrived = [
-        _expected(case, [Inputs(x, one.topk_idx, w) for x, one, w in zip(xs, inputs, weights, strict=True)], rank)
-        for rank in range(group.size)
-    ]
-    ys = [_expert(one.x, one.topk_weights) for one in arrived]
+    recorded = [Inputs(x, one.topk_idx, w) for x, one, w in zip(xs, inputs, weights, strict=True)]
+    expected = Expected(case, recorded)
+    ys = [_expert(one.x, one.topk_weights) for one in expected.received]
     loss = torch.zeros((), dtype=torch.float64)
     for rank, own_weights in enumerate(weights):
-        home = _expected_home(case, ys, inputs, rank, own_weights if layout == "expert_major" else None)
+        home = expected.home(rank, own_weights if layout == "expert_major" else None, ys=ys)
         loss = loss + (home * random_rows(tuple(home.shape), torch.float64, f"g {rank}")).sum()
     torch.autograd.backward(loss)
 
@@ -202,8 +192,7 @@ def _mistakes(group: Group, transport: str) -> None:
         received = communicator.dispatch(one.x, one.topk_idx)
         too_many = torch.zeros(received.x.shape[0] + 1, 4, dtype=case.dtype)
         _expect_refusal(partial(communicator.combine, too_many, received.handle), "y")
-        everyone = [case.inputs(rank) for rank in range(group.size)]
-        expected = _expected(case, everyone, group.rank)
+        expected = expected_of(case).received[group.rank]
         _compare(communicator.dispatch(one.x, one.topk_idx, one.topk_weights), expected, "dispatch after mistakes")
 
 
@@ -224,32 +213,6 @@ def _communicator(group: Group, transport: str, case: Case) -> Communicator:
         num_topk=case.num_topk,
         transport=transport,
         timeout=timedelta(seconds=30),
-    )
-
-
-def _expected(case: Case, everyone: list[Inputs], rank: int) -> ReferenceReceived:
-    return reference_dispatch(
-        [one.x for one in everyone],
-        [one.topk_idx for one in everyone],
-        [one.topk_weights for one in everyone],
-        num_experts=case.num_experts,
-        rank=rank,
-        layout=case.layout,
-        expert_alignment=case.expert_alignment,
-    )
-
-
-def _expected_home(
-    case: Case, ys: list[Tensor], everyone: list[Inputs], rank: int, topk_weights: Tensor | None = None
-) -> Tensor:
-    return reference_combine(
-        ys,
-        [one.topk_idx for one in everyone],
-        num_experts=case.num_experts,
-        rank=rank,
-        topk_weights=topk_weights,
-        layout=case.layout,
-        expert_alignment=case.expert_alignment,
     )
 
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from moecomm.communicator import Communicator
 from moecomm.errors import CallMismatch, CapacityExceeded, MemoryLimitExceeded
 from moecomm.groups import Group
-from moecomm.handle import Received
+from moecomm.handle import Handle, Received
 from moecomm.testing.compare import assert_bitwise_equal, expect
-from moecomm.testing.contracts.cases import Case, Inputs, cases_for, random_rows
+from moecomm.testing.contracts.cases import Case, cases_for, random_rows
+from moecomm.testing.contracts.expected import Expected, expected_of
 from moecomm.testing.contracts.world import World
-from moecomm.testing.oracle import ReferenceReceived, reference_combine, reference_dispatch
+from moecomm.testing.oracle import ReferenceReceived
 
 __all__ = ["CHECKS"]
 
-_SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_TOKENS = 64
 
 
@@ -42,11 +42,10 @@ def _each_case(group: Group, transport: str, cases: list[Case]) -> None:
 
 
 def _exchange(communicator: Communicator, case: Case, seed: int, spare: int) -> None:
-    everyone = [case.inputs(rank, seed) for rank in range(case.num_ranks)]
-    mine, rank = everyone[communicator.rank], communicator.rank
-    needed = max(_expected(case, everyone, one, 0).x.shape[0] for one in range(case.num_ranks))
+    rank, needed = communicator.rank, _most_rows(case, seed)
     capacity = max(needed + spare, case.expert_alignment)
-    expected = [_expected(case, everyone, one, capacity) for one in range(case.num_ranks)]
+    expected = expected_of(case, seed, capacity=capacity)
+    mine, arrived = expected.inputs[rank], expected.received[rank]
     options: dict[str, Any] = {
         "layout": case.layout,
         "expert_alignment": case.expert_alignment,
@@ -54,15 +53,15 @@ def _exchange(communicator: Communicator, case: Case, seed: int, spare: int) -> 
     }
     received = communicator.dispatch(mine.x, mine.topk_idx, mine.topk_weights, **options)
     handle = received.handle
-    _compare(received, expected[rank], "dispatch")
+    _compare(received, arrived, "dispatch")
     expect(handle.num_rows == handle.capacity == capacity, f"num_rows {handle.num_rows}, capacity {handle.capacity}")
     expect(handle.mode == "throughput", f"mode {handle.mode}")
     pending = communicator.dispatch_async(mine.x, mine.topk_idx, mine.topk_weights, **options)
-    _compare(pending.wait(), expected[rank], "dispatch_async")
+    _compare(pending.wait(), arrived, "dispatch_async")
     again = communicator.dispatch(mine.x, None, mine.topk_weights, handle=handle)
-    _compare(again, expected[rank], "dispatch with a handle")
-    if case.dtype in _SUMMABLE:
-        _bring_home(communicator, case, seed, everyone, expected, received)
+    _compare(again, arrived, "dispatch with a handle")
+    if expected.ys:
+        _bring_home(communicator, case, expected, handle)
     # What is received next lands in this memory; none of it may show.
     for one in (received, again):
         one.x.view(torch.uint8).fill_(0xFF)
@@ -70,34 +69,21 @@ def _exchange(communicator: Communicator, case: Case, seed: int, spare: int) -> 
             one.topk_idx.fill_(7)
 
 
-def _bring_home(
-    communicator: Communicator,
-    case: Case,
-    seed: int,
-    everyone: list[Inputs],
-    expected: list[ReferenceReceived],
-    received: Received,
-) -> None:
-    rank, handle = communicator.rank, received.handle
-    ys = [random_rows(tuple(one.x.shape), case.dtype, f"y {seed} {r}") for r, one in enumerate(expected)]
-    for y, one in zip(ys, expected, strict=True):
-        y[one.sources[:, 0] < 0] = float("nan")  # rows that are not real must never be looked at
+def _bring_home(communicator: Communicator, case: Case, expected: Expected, handle: Handle) -> None:
+    rank = communicator.rank
+    y = expected.ys[rank]
     buffer = communicator.combine_buffer(handle, case.dtype)
-    buffer.copy_(ys[rank])
-    for weights in (None, everyone[rank].topk_weights) if case.layout == "expert_major" else (None,):
-        home = reference_combine(
-            ys,
-            [one.topk_idx for one in everyone],
-            num_experts=case.num_experts,
-            rank=rank,
-            topk_weights=weights,
-            layout=case.layout,
-            expert_alignment=case.expert_alignment,
-            capacity=handle.capacity,
-        )
+    buffer.copy_(y)
+    for weights in (None, expected.inputs[rank].topk_weights) if case.layout == "expert_major" else (None,):
+        home = expected.home(rank, weights)
         what = "combine" if weights is None else "weighted combine"
-        assert_bitwise_equal(communicator.combine(ys[rank], handle, weights), home, what)
+        assert_bitwise_equal(communicator.combine(y, handle, weights), home, what)
         assert_bitwise_equal(communicator.combine(buffer, handle, weights), home, f"{what} of a combine_buffer")
+
+
+def _most_rows(case: Case, seed: int = 0) -> int:
+    """Rows of the fullest rank."""
+    return max(one.x.shape[0] for one in expected_of(case, seed).received)
 
 
 def check_what_does_not_fit_is_refused_everywhere(world: World) -> None:
@@ -109,8 +95,8 @@ def check_what_does_not_fit_is_refused_everywhere(world: World) -> None:
 
 def _one_row_too_many(group: Group, transport: str, layout: str) -> str:
     case = _case("too many", group.size, layout)
-    everyone = [case.inputs(rank) for rank in range(group.size)]
-    mine, rows = everyone[group.rank], [_expected(case, everyone, rank, 0).x.shape[0] for rank in range(group.size)]
+    expected = expected_of(case)
+    mine, rows = expected.inputs[group.rank], [one.x.shape[0] for one in expected.received]
     fullest, capacity = rows.index(max(rows)), max(rows) - 1
     with _communicator(group, transport, case) as communicator:
         for _ in range(2):
@@ -125,7 +111,8 @@ def _one_row_too_many(group: Group, transport: str, layout: str) -> str:
             received = communicator.dispatch(
                 mine.x, mine.topk_idx, mine.topk_weights, layout=case.layout, capacity=capacity + 1
             )
-            _compare(received, _expected(case, everyone, group.rank, capacity + 1), "dispatch of what fits")
+            fitting = expected_of(case, capacity=capacity + 1).received[group.rank]
+            _compare(received, fitting, "dispatch of what fits")
     return text
 
 
@@ -165,8 +152,7 @@ def check_mistakes_are_refused(world: World) -> None:
 
 def _mistakes(group: Group, transport: str) -> None:
     case = _case("mistakes", group.size, "expert_major")
-    everyone = [case.inputs(rank) for rank in range(group.size)]
-    mine, most = everyone[group.rank], 8 * group.size
+    mine, most = case.inputs(group.rank), 8 * group.size
     with _communicator(group, transport, case, memory_limit=1 << 20) as communicator:
         received = communicator.dispatch(mine.x, mine.topk_idx, capacity=most)
         whole = communicator.dispatch(mine.x, mine.topk_idx)
@@ -193,7 +179,7 @@ def _mistakes(group: Group, transport: str) -> None:
             else:
                 raise AssertionError(f"not refused: {options}")
         again = communicator.dispatch(mine.x, handle=received.handle, capacity=most)
-        _compare(again, _expected(case, everyone, group.rank, most), "dispatch after mistakes", bare=True)
+        _compare(again, expected_of(case, capacity=most).received[group.rank], "dispatch after mistakes", bare=True)
 
 
 def _case(name: str, num_ranks: int, layout: str) -> Case:
@@ -219,19 +205,6 @@ def _communicator(group: Group, transport: str, case: Case, memory_limit: int | 
         transport=transport,
         timeout=timedelta(seconds=30),
         memory_limit=memory_limit,
-    )
-
-
-def _expected(case: Case, everyone: list[Inputs], rank: int, capacity: int) -> ReferenceReceived:
-    return reference_dispatch(
-        [one.x for one in everyone],
-        [one.topk_idx for one in everyone],
-        [one.topk_weights for one in everyone],
-        num_experts=case.num_experts,
-        rank=rank,
-        layout=case.layout,
-        expert_alignment=case.expert_alignment,
-        capacity=capacity,
     )
 
 

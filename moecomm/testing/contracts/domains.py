@@ -7,20 +7,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moecomm.algorithms.hops import Way
 from moecomm.communicator import Communicator
 from moecomm.groups import Group
 from moecomm.testing.compare import assert_bitwise_equal
-from moecomm.testing.contracts.cases import Case, Inputs, cases_for, random_rows
+from moecomm.testing.contracts.cases import Case, cases_for
+from moecomm.testing.contracts.expected import expected_of
 from moecomm.testing.contracts.world import World
-from moecomm.testing.oracle import ReferenceReceived, reference_combine, reference_dispatch
 from moecomm.topology import Topology
 
 __all__ = ["CHECKS", "refinements"]
 
-_SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_TOKENS = 64
 
 
@@ -75,40 +73,32 @@ def _each_grid(group: Group, transport: str, cases: Sequence[Case]) -> None:
 
 def _exchange(communicator: Communicator, case: Case, seed: int, **options: Any) -> None:
     rank, topology = communicator.rank, communicator.topology
-    everyone = [case.inputs(one, seed) for one in range(case.num_ranks)]
-    mine = everyone[rank]
     options.setdefault("layout", case.layout)
     if options["layout"] != "slab":
         options["expert_alignment"] = case.expert_alignment
+    mine = case.inputs(rank, seed)
     received = communicator.dispatch(mine.x, mine.topk_idx, mine.topk_weights, **options)
     handle = received.handle
-    form = {
-        "layout": handle.layout,
-        "expert_alignment": handle.expert_alignment,
-        "capacity": handle.capacity if handle.layout == "slab" else 0,
-    }
-    expected = [_expected(case, everyone, one, form) for one in range(case.num_ranks)]
-    num_rows = expected[rank].x.shape[0]  # zero rows may follow
+    expected = expected_of(case, seed, handle.layout, handle.capacity if handle.layout == "slab" else 0)
+    arrived = expected.received[rank]
+    num_rows = arrived.x.shape[0]  # zero rows may follow
     weights = received.topk_weights
     assert weights is not None
-    assert_bitwise_equal(received.x[:num_rows], expected[rank].x, "dispatch: x")
-    assert_bitwise_equal(weights[:num_rows], expected[rank].topk_weights, "dispatch: topk_weights")
+    assert_bitwise_equal(received.x[:num_rows], arrived.x, "dispatch: x")
+    assert_bitwise_equal(weights[:num_rows], arrived.topk_weights, "dispatch: topk_weights")
     again = communicator.dispatch(mine.x, None, mine.topk_weights, handle=handle)
-    assert_bitwise_equal(again.x[:num_rows], expected[rank].x, "dispatch with a handle: x")
-    if case.dtype not in _SUMMABLE:
+    assert_bitwise_equal(again.x[:num_rows], arrived.x, "dispatch with a handle: x")
+    if not expected.ys:
         return
-    ys = [random_rows(tuple(one.x.shape), case.dtype, f"y {seed} {r}") for r, one in enumerate(expected)]
-    for one, wanted in zip(ys, expected, strict=True):
-        one.view(-1, case.hidden)[wanted.sources[:, 0] < 0] = float("nan")  # padding must never be looked at
     y = torch.full_like(received.x, float("nan"))
-    y[:num_rows] = ys[rank]
+    y[:num_rows] = expected.ys[rank]
     buffer = communicator.combine_buffer(handle, case.dtype)
     buffer.view_as(y).copy_(y)
     for topk_weights in (None,) if handle.layout == "flat" else (None, mine.topk_weights):
         what = "weighted combine" if topk_weights is not None else "combine"
-        exact = _expected_home(case, ys, everyone, rank, topk_weights, form, None)
+        exact = expected.home(rank, topk_weights)
         assert_bitwise_equal(communicator.combine(y, handle, topk_weights), exact, what)
-        sums = _expected_home(case, ys, everyone, rank, topk_weights, form, topology.domain_of)
+        sums = expected.home(rank, topk_weights, domain_of=topology.domain_of)
         got = communicator.combine(y, handle, topk_weights, reduce="per_host")
         assert_bitwise_equal(got, sums, f"{what} per host")
         got = communicator.combine(buffer.view_as(y), handle, topk_weights, reduce="per_host")
@@ -128,37 +118,6 @@ def _communicator(
         topology=topology,
         algorithm=algorithm,
         timeout=timedelta(seconds=30),
-    )
-
-
-def _expected(case: Case, everyone: list[Inputs], rank: int, form: dict[str, Any]) -> ReferenceReceived:
-    return reference_dispatch(
-        [one.x for one in everyone],
-        [one.topk_idx for one in everyone],
-        [one.topk_weights for one in everyone],
-        num_experts=case.num_experts,
-        rank=rank,
-        **form,
-    )
-
-
-def _expected_home(
-    case: Case,
-    ys: list[Tensor],
-    everyone: list[Inputs],
-    rank: int,
-    topk_weights: Tensor | None,
-    form: dict[str, Any],
-    domain_of: Sequence[int] | None,
-) -> Tensor:
-    return reference_combine(
-        ys,
-        [one.topk_idx for one in everyone],
-        num_experts=case.num_experts,
-        rank=rank,
-        topk_weights=topk_weights,
-        domain_of=domain_of,
-        **form,
     )
 
 
