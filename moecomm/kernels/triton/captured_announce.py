@@ -213,6 +213,10 @@ def plan_announced_kernel(
         stranger = tl.min(tl.where(is_rank & (~is_alike), source, num_ranks), axis=0)
         where = tl.load(header + 1, mask=is_rank, other=_NOWHERE)
         wrong = tl.min(tl.where(is_rank & (where < _NOWHERE), source, num_ranks), axis=0)
+        # Without a plan nothing goes there, so they need not be right.
+        region = tl.load(regions + source, mask=is_rank, other=0)
+        tl.store(rows + source, region + tl.load(header + 3, mask=is_rank, other=0), mask=is_rank)
+        tl.store(values + source, region + tl.load(header + 4, mask=is_rank, other=0), mask=is_rank)
         _sum_cards(cards, card_bytes, rank, num_ranks, num_experts, counts, totals, bases, COLUMNS)
         worst = place_block(
             totals,
@@ -247,9 +251,6 @@ def plan_announced_kernel(
                 EXPERTS,
             )
         else:
-            region = tl.load(regions + source, mask=is_rank, other=0)
-            tl.store(rows + source, region + tl.load(header + 3, mask=is_rank, other=0), mask=is_rank)
-            tl.store(values + source, region + tl.load(header + 4, mask=is_rank, other=0), mask=is_rank)
             for first in range(0, num_experts, EXPERTS):
                 e = first + tl.arange(0, EXPERTS)
                 start = tl.load(starts + e, mask=e < num_experts, other=0)
