@@ -16,9 +16,11 @@ from interleavings import receive_all, run_at_random, run_in_turns
 from low_latency_ranks import check_exchange, check_received
 
 from moecomm import Topology
+from moecomm.algorithms.holder_lanes import HolderLanes
 from moecomm.testing import launch
 from moecomm.testing.compare import assert_bitwise_equal
 from moecomm.transports import registry
+from moecomm.transports.base import WaitOutcome
 
 GRIDS = [Topology.grid(2, 2), Topology.grid(2, 1), Topology.grid(3, 1), Topology.grid(2, 2, 2), Topology.grid(1, 3, 2)]
 SIZES = {"max_tokens_per_rank": 8}
@@ -302,3 +304,21 @@ def test_another_call_on_one_rank_is_named_with_both(odd):
             assert kind == "CallMismatch"
             assert "low-latency dispatch(" in text
             assert "low-latency combine(" in text
+
+
+class LeavingTransport:
+    """What is awaited comes to its holder just after that was seen to have left, which does not undo it."""
+
+    def wait_at(self, slot, lanes, at_least, timeout):
+        return WaitOutcome.LOST
+
+    def lane_at(self, slot, holder, source):
+        return 1
+
+
+def test_what_has_come_to_a_holder_who_then_left_is_not_lost():
+    with in_one_thread(1) as (comm,):
+        work = Batch(1, 0).send(comm, "dispatch_async")
+        call = comm._exchanger.session.sequencer.in_flight[0]
+        HolderLanes(LeavingTransport(), [(1, 2)]).wait(call, 0, 5.0, lambda call: None)
+        work.wait()

@@ -1,7 +1,5 @@
 #include "transport/ucx_memory.h"
 
-#include <stdexcept>
-
 namespace moecomm {
 
 UcxMemory::Segment* UcxMemory::share(ucp::Context context, Place place, const std::shared_ptr<Mapping>& mapping,

@@ -133,8 +133,7 @@ void UcxWire::on_flushed(void* request, ucp::Status status, void* user_data) {
         self.fail(link, self.api_.status_string(status));
 }
 
-// -- keys
-// --------------------------------------------------------------------------------------------------------------
+// -- keys -------------------------------------------------------------------------------------------------------------
 
 UcxWire::Header UcxWire::header_for_key(Link& link, Kind kind, UcxMemory::Place place, std::uint64_t ticket) const {
     Header header = header_for(link, kind);

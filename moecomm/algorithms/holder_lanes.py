@@ -51,6 +51,8 @@ class HolderLanes:
                 return
             check_notices(call)
             behind = [pair for pair in self._lanes if transport.lane_at(lane, *pair) < at_least]
+            if not behind:  # in the meantime it has come, also to a holder who then left
+                return
             if outcome is WaitOutcome.LOST:
                 gone = {holder for holder, _ in behind} & set(transport.gone())
                 raise reports.lost(transport, call, sorted(gone))
