@@ -1,8 +1,8 @@
 // What peers may write to by themselves: segments of my regions, registered with UCX when a peer first asks for one.
 //
 // Registering pins pages, and regions are mostly address space without any; so no segment is registered that nobody
-// wants to write to. One that the arena would give back (Mapping::is_unwanted) is asked back from those who hold its key,
-// and let go of when they have returned it. UcxWire's mutex guards all of this.
+// wants to write to. One that the arena would give back, Mapping::is_unwanted, is asked back from those who hold its
+// key, and let go of when they have returned it. UcxWire's mutex guards all of this.
 #pragma once
 
 #include <algorithm>
