@@ -217,4 +217,9 @@ class Captured(Algorithm):
                 may_change=may_change,
             )
         self._exchange.memory.num_copies += 1
-        return self._exchange.begin_by_device(CapturedCombine(self, y, known, routing, row_format, topk_weights))
+        try:
+            combine = CapturedCombine(self, y, known, routing, row_format, topk_weights)
+        except Exception as error:
+            self._exchange.refuse_by_device(Operation.EAGER_COMBINE, error)
+            raise
+        return self._exchange.begin_by_device(combine)

@@ -96,8 +96,12 @@ class DeviceCalls:
         self.num_calls += 1  # in any case: the peers may not know yet
         self._raise_known()
         self._agree()
-        self._queue.begin(call, call.job.prepare)
-        call.phases[0].run(call.job)
+        try:
+            self._queue.begin(call, call.job.prepare)
+            call.phases[0].run(call.job)
+        except Exception as error:  # there is no room for the results, say
+            self._refuse(call.sequence, call.operation, error)
+            raise
         call.num_run = 1
         self._outstanding.append(call)
         return call
@@ -162,7 +166,10 @@ class DeviceCalls:
 
     def refuse(self, operation: Operation, error: Exception) -> None:
         """Counts a call that this rank's arguments do not allow, and tells the peers."""
-        number, self.num_calls = self.num_calls, self.num_calls + 1
+        self.num_calls += 1
+        self._refuse(self.num_calls - 1, operation, error)
+
+    def _refuse(self, number: int, operation: Operation, error: Exception) -> None:
         text = f"{operation.title} #{number}: {type(error).__name__}: {error}"
         self._mailbox.send_notice(number, 0, text, LANE_REFUSED)
         self._refused.append(number)

@@ -79,6 +79,27 @@ def test_a_device_without_room_for_results_refuses_the_call_and_stays_in_step():
     launch(lack_room, 2, timeout=60)
 
 
+def lack_room_for_what_kernels_make(group):
+    device = LateDevice()
+    sizes = {**SIZES, "timeout": timedelta(seconds=2)}
+    with Communicator(group, **sizes, transport="local", device=device) as comm:
+        x, ids = rows_of(comm.rank)
+        if comm.rank == 1:
+            comm._exchanger.session.queue.room = no_room
+            with pytest.raises(MemoryError, match="there is no room"):
+                comm.dispatch(x, ids, mode="low_latency")
+        else:
+            comm.dispatch(x, ids, mode="low_latency")
+        group.all_gather(None)
+        with pytest.raises(PeerFailed, match="rank 1 .* has refused low-latency dispatch #0: MemoryError"):
+            comm.check()
+    device.end()
+
+
+def test_peers_learn_that_a_device_has_no_room_for_what_kernels_make():
+    launch(lack_room_for_what_kernels_make, 2, timeout=60)
+
+
 def lag_behind(group):
     """A device that is still summing a peer's rows when the peer, after calls that it has refused, sends others."""
     device = LateDevice(0.4 * group.rank)

@@ -158,9 +158,14 @@ def failure_of(
             peers=(first,),
         )
     if kind == OVERFLOW.value:
-        what = "rank" if OPERATIONS[slot] == "announcement" else "expert (slab) or rank"
+        what, remedy = "rank", "Give a larger capacity, or none"
+        if OPERATIONS[slot] == "dispatch":  # of low latency: there is room for every token once
+            what, remedy = (
+                "expert (slab) or rank",
+                "Tokens name experts of theirs more than once: remove the duplicates",
+            )
         return CapacityExceeded(
-            f"{operation}: {second} rows for {what} {first}, but there is room for {third}; give a larger capacity"
+            f"{operation}: {second} rows for {what} {first}, but there is room for {third}. {remedy}"
         )
     t, k = divmod(second, num_topk)
     return ValueError(f"{operation}: topk_idx[{t}, {k}] = {third} of {describe(first)} is not an expert")
