@@ -139,8 +139,8 @@ class Channels:
         self._last_sent = sequence
         _HEADER.pack_into(self._header_out, 0, sequence, chunk.num_rows, chunk.is_last, *chunk.answers)
         offset = self._rings_there[rail] + self._num_sent[rail] % self._num_places * self.chunk_bytes
-        self._transport.put(self._region, offset, self._outbox.address, HEADER_BYTES + nbytes, rail)
-        self._transport.signal(rail, LANE_CHUNK)
+        size = HEADER_BYTES + nbytes
+        self._transport.post(self._region, offset, self._outbox.address, size, LANE_CHUNK, 1, (rail,))
         self._num_sent[rail] += 1
 
     def next_chunk(self, source: int, sequence: int) -> Chunk | None:
