@@ -36,10 +36,10 @@ def _channels(comm):
 def _before(owner, name, number, action):
     method, left = getattr(owner, name), [number]
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         left[0] -= 1
         if left[0] == 0:
             action()
-        return method(*arguments)
+        return method(*arguments, **options)
 
     setattr(owner, name, counted)

@@ -63,11 +63,12 @@ def test_all_rings_of_a_rank_take_32_mib(topology):
         assert 0 < ring_bytes(topology, rank, entry_bytes) <= max(32 * MIB, least)
 
 
-def test_early_chunks_that_nobody_takes_never_fill_a_ring_for_good(monkeypatch):
+@pytest.mark.parametrize("credit_parts", [8, 1])
+def test_early_chunks_that_nobody_takes_never_fill_a_ring_for_good(monkeypatch, credit_parts):
     """Calls that begin over rails and then go from rank to rank, many more than a ring has places."""
     monkeypatch.setattr(HierarchicalDispatch, "_send_early", lambda self, counts: self._traffic_out().send(3))
     topology = Topology.grid(2, 2)
-    with tiny_rings(num_places=3), in_one_thread(4, topology=topology) as comms:
+    with tiny_rings(num_places=3, credit_parts=credit_parts), in_one_thread(4, topology=topology) as comms:
         hops = [comm._exchanger.session.hops for comm in comms]
         for number in range(30):
             direct = number % 5 != 0

@@ -31,23 +31,23 @@ def run_and_check(comms, seed):
             check(work.wait(), rank)
 
 
-@pytest.mark.parametrize("algorithm", ["hierarchical", "auto"])
+@pytest.mark.parametrize(
+    ("algorithm", "rings"), [("hierarchical", (2, 2)), ("hierarchical", (3, 2, 1)), ("auto", (2, 2))]
+)
 @pytest.mark.parametrize(
     ("transport", "topology"),
     [*(("local", grid) for grid in GRIDS), ("pairs-local", None), ("far-local", None)],
     ids=lambda value: str(value.domain_of) if isinstance(value, Topology) else str(value),
 )
-def test_any_order_over_rings_of_few_rows(transport, topology, algorithm):
+def test_any_order_over_rings_of_few_rows(transport, topology, algorithm, rings):
     num_ranks = 4 if topology is None else topology.num_ranks
     options = {"transport": transport, "topology": topology, "algorithm": algorithm, "max_in_flight": 4}
-    with tiny_rings(), in_one_thread(num_ranks, **options) as comms:
+    with tiny_rings(*rings), in_one_thread(num_ranks, **options) as comms:
         for seed in range(6):
             run_and_check(comms, seed)
         if algorithm == "hierarchical":
             sent = [comm._exchanger.session.algorithms["throughput"].channels._num_sent for comm in comms]
-            assert (
-                max(max(one.values()) for one in sent) > 10
-            )  # rings of two chunks have wrapped around, time and again
+            assert max(max(one.values()) for one in sent) > 10  # rings have wrapped around, time and again
         assert [comm.stats["receive_blocks_alive"] for comm in comms] == [0] * num_ranks
 
 

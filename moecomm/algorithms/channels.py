@@ -1,7 +1,7 @@
 """Channels between domains: from each rank to the ranks of other domains that serve it, its rails.
 
-A channel is a ring of chunks in the rail's memory. Its source may have as many chunks there as the ring holds; whenever
-the rail has taken one out it gives the source credit for another. So memory is bounded, whatever goes through.
+A channel is a ring of chunks in the rail's memory. Its source may have as many chunks there as the ring holds; as the
+rail takes them out it gives the source credit for others. So memory is bounded, whatever goes through.
 
 A chunk says which call it belongs to. Where a call has failed, chunks of it may be left in the ring: they are taken out
 unread during the next call, and the channel is in step again.
@@ -26,6 +26,8 @@ HEADER_BYTES = 64
 _LARGEST_CHUNK = 256 << 10
 # Credit may have to queue behind rows that travel the other way, and the link should stay busy meanwhile.
 _FEWEST_PLACES, _MOST_PLACES = 4, 32
+# The part of a ring for which credit is given at once, to send fewer messages; the end of a call gives it for all.
+_CREDIT_PARTS = 8
 # What all rings of a rank take together, unless single rows are larger than their share.
 _RING_BYTES = 32 << 20
 
@@ -116,6 +118,7 @@ class Channels:
         self._rings_there = {rail: topology.rail_sources(rail).index(me) * ring for rail in self.rails.values()}
         self._num_sent = dict.fromkeys(self._rings_there, 0)
         self._num_taken = dict.fromkeys(self._rings_here, 0)
+        self._num_credited = dict.fromkeys(self._rings_here, 0)
         self._last_sent = 0
 
     def may_send(self, rail: int) -> bool:
@@ -123,7 +126,7 @@ class Channels:
         return self.num_unanswered(rail) < self._num_places
 
     def num_unanswered(self, rail: int) -> int:
-        """Chunks sent to the rail that it has not taken out."""
+        """Chunks sent to the rail for which it has given no credit; none once it has taken out a call's last one."""
         return self._num_sent[rail] - self._transport.lane(LANE_CREDIT, rail)
 
     def send(self, rail: int, sequence: int, chunk: Chunk, nbytes: int) -> None:
@@ -153,10 +156,13 @@ class Channels:
                 return Chunk(address, num_rows, bool(is_last), (answers[0], answers[1]))
             if number > sequence:  # the source gave up on the call, and has said so elsewhere
                 return None
-            self.take(source)
+            self.take(source, is_last=bool(is_last))
         return None
 
-    def take(self, source: int) -> None:
+    def take(self, source: int, *, is_last: bool) -> None:
         """Takes the next chunk out: its place may be written to, and what came of it is where it belongs."""
         self._num_taken[source] += 1
-        self._transport.signal(source, LANE_CREDIT)
+        owed = self._num_taken[source] - self._num_credited[source]
+        if is_last or owed * _CREDIT_PARTS >= self._num_places:
+            self._transport.signal(source, LANE_CREDIT, owed)
+            self._num_credited[source] += owed

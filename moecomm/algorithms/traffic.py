@@ -92,7 +92,7 @@ class Traffic:
                 continue
             moved = True
             handle(chunk)
-            self._channels.take(source)
+            self._channels.take(source, is_last=chunk.is_last)
             if chunk.is_last:
                 del self._incoming[source]
         return moved
