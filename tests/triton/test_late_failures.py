@@ -84,12 +84,13 @@ def lack_room_for_what_kernels_make(group):
     sizes = {**SIZES, "timeout": timedelta(seconds=2)}
     with Communicator(group, **sizes, transport="local", device=device) as comm:
         x, ids = rows_of(comm.rank)
+        if comm.rank == 0:  # first, so that it does not know yet
+            comm.dispatch_async(x, ids, mode="low_latency")
+        group.all_gather(None)
         if comm.rank == 1:
             comm._exchanger.session.queue.room = no_room
             with pytest.raises(MemoryError, match="there is no room"):
                 comm.dispatch(x, ids, mode="low_latency")
-        else:
-            comm.dispatch(x, ids, mode="low_latency")
         group.all_gather(None)
         with pytest.raises(PeerFailed, match="rank 1 .* has refused low-latency dispatch #0: MemoryError"):
             comm.check()
