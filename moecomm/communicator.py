@@ -216,8 +216,8 @@ class Communicator(Status):
             expert_alignment: expert_major: each local expert's rows are padded with zero rows to a multiple of it.
             capacity: throughput only: N, whatever arrives, for shapes that do not change; what arrives is followed by
                 zero rows, of id -1 and weight 0. Equal on all ranks. None: what arrives (expert_alignment included).
-                CUDA tensors, layout expert_major, where autograd does not record the call: by kernels alone, so that a
-                CUDA graph can hold it; what does not fit, and ids that are none, the device finds, and `check` raises.
+                CUDA tensors, where autograd does not record the call: by kernels alone, so that a CUDA graph can hold
+                it; what does not fit, and ids that are none, the device finds, and `check` raises.
             handle: of an earlier dispatch: same routing, layout, alignment and capacity again, without exchanging
                 counts (but where kernels alone make it); `mode`, `layout` and `expert_alignment` are not read then.
 

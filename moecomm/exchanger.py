@@ -142,8 +142,7 @@ class Exchanger:
             x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
-            is_fixed = capacity is not None and layout == "expert_major"
-            self._refuse(Operation.DISPATCH, error, mode, handle, is_hosted, is_fixed=is_fixed)
+            self._refuse(Operation.DISPATCH, error, mode, handle, is_hosted, is_fixed=capacity is not None)
             raise
         return algorithm.begin_dispatch(x, routing, row_format, weights)
 

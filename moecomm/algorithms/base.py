@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
             `[E_local, capacity]`.
         topk_idx: `[N, K]` int32 local ids (flat) or None.
         num_tokens_per_expert: `[E_local]` int32, without padding.
-        offsets: `[E_local]` int32, inclusive prefix sums, padded; slab: None.
+        offsets: `[E_local]` int32, inclusive prefix sums, padded; slab: None; flat: or None.
         routing: complete.
     """
 
@@ -89,7 +89,7 @@ class Algorithm(abc.ABC):
         Arguments:
             routing: known for the call; None: a dispatch makes it.
             is_hosted: see `Routing`.
-            is_fixed: the dispatch was given a capacity and is of layout expert_major.
+            is_fixed: the dispatch was given a capacity.
         """
         return False
 

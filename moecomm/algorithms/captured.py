@@ -149,7 +149,7 @@ class Captured(Algorithm):
         """A block for a dispatch that is about to begin; see `BlockPool.lease`."""
 
         def make(memory: _C.Block) -> Any:
-            values = memory.address + form.block.offsets[1] if form.kernel.value_bytes else 0
+            values = memory.address + form.values_at if form.kernel.value_bytes else 0
             return self.kernels.block(form.kernel, memory.address, values)
 
         return self.pool.lease((form.kernel, form.shape), form.block.nbytes, make, "low-latency dispatch")

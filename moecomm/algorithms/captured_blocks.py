@@ -24,7 +24,7 @@ from moecomm.devices.base import Event
 from moecomm.devices.queue import OrderedQueue
 from moecomm.devices.views import Placed, tensor_of
 
-__all__ = ["BlockPool", "Lease"]
+__all__ = ["BlockPool", "Given", "Lease"]
 
 
 class _Kept:
@@ -46,6 +46,14 @@ class _Kept:
         self.for_graphs = False
         self.watches: tuple[Watch, ...] = ()
         self.events: tuple[Event, ...] = ()
+
+
+class Given(NamedTuple):
+    """What of a block is given out: rows, weights if they travel, local ids if the layout is flat."""
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor | None
+    topk_idx: torch.Tensor | None
 
 
 class _Idle(NamedTuple):
@@ -79,17 +87,17 @@ class Lease:
 
     def give_out(
         self, view: Callable[[torch.dtype, int, Sequence[int]], torch.Tensor], form: EagerForm, row_format: RowFormat
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and weights, once the block is filled; torch counts the writes to them."""
+    ) -> Given:
+        """What is in the block, once it is filled; torch counts the writes to it."""
 
-        def make() -> tuple[torch.Tensor, torch.Tensor | None]:
-            placed = Placed(view)
-            x = row_format.decode(placed, form.block.offsets, *form.shape)
-            value_bytes = form.kernel.value_bytes
-            if not value_bytes:
-                return x, None
-            dtype = torch.float64 if value_bytes == 8 else torch.float32
-            return x, tensor_of(placed, dtype, form.block.offsets[1], form.shape)
+        def make() -> Given:
+            placed, weights, ids = Placed(view), None, None
+            if form.kernel.value_bytes:
+                dtype = torch.float64 if form.kernel.value_bytes == 8 else torch.float32
+                weights = tensor_of(placed, dtype, form.values_at, form.choices)
+            if form.ids_at is not None:
+                ids = tensor_of(placed, torch.int32, form.ids_at, form.choices)
+            return Given(row_format.decode(placed, form.block.offsets, *form.shape), weights, ids)
 
         given, self._kept.watches = watched(make)
         return given
@@ -144,12 +152,9 @@ class BlockPool:
         return Lease(kept, idle, self._queue.end_of_use())
 
     def clean(self, lease: Lease) -> None:
-        """Zeroes the block if somebody has written to what was given out of it; work of the call that begins."""
-        if lease.is_intact():
-            return
-        memory, used = lease.memory, lease.captured.placed.arrived.used
-        self._queue.set_bytes(memory.address, memory.nbytes, 0)
-        self._queue.run(used.zero_)
+        """Lets the call that begins blank all that it does not fill, if somebody has written to what was given out."""
+        if not lease.is_intact():
+            self._queue.run(lease.captured.placed.distrust)
 
     def release(self) -> None:
         """Gives the memory of idle blocks back, but for those of graphs, unless a late peer may still write to it."""

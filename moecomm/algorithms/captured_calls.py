@@ -58,14 +58,14 @@ def arrival_in(
     def shared(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
         return device.view(tensor.data_ptr(), lease, tensor.dtype, shape or tensor.shape)
 
-    x, weights = lease.give_out(lambda dtype, at, shape: device.view(first + at, lease, dtype, shape), form, row_format)
+    given = lease.give_out(lambda dtype, at, shape: device.view(first + at, lease, dtype, shape), form, row_format)
     tokens = shared(arrived.num_tokens_per_expert)
-    offsets = None if routing.layout == "slab" else shared(arrived.offsets)
+    offsets = shared(arrived.offsets) if routing.layout == "expert_major" else None
     if routing.routes is None:
         known = DeviceRouting(block.placement, shared(arrived.counts), block.answered, lease)
         routes = shared(placed.routes, *ids.shape)
         routing = routing._replace(topk_idx=ids, routes=routes, origin=call.sequence, on_device=known)
-    return Arrival(x, weights, None, tokens, offsets, routing)
+    return Arrival(*given, tokens, offsets, routing)
 
 
 class CapturedDispatch:

@@ -1,4 +1,4 @@
-"""The fixed shapes of low-latency calls: functions of the communicator's arguments alone."""
+"""The fixed shapes of low-latency calls: functions of the communicator's arguments alone. Those of `capacity`, too."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ _TILE = 128  # as far as the kernels that multiply align experts
 
 
 class EagerForm(NamedTuple):
-    """What a low-latency dispatch brings to one rank: rows and weights in one block.
+    """What a dispatch of fixed shape brings to one rank: rows, weights and (flat) local ids in one block.
 
     Attributes:
         kernel: what the kernels want to know.
         shape: of the rows received but for H: `(E_local, capacity)` (slab) or `(N,)`.
+        choices: shape of weights, and of local ids: `shape`, flat: `(N, K)`.
         content: of blocks with equal content the same is known when it is known which rows hold something.
-        block: where rows and weights lie in the block.
+        block: where rows, ids and weights lie in the block.
+        ids_at: where ids begin, flat; None: the layout is another.
+        values_at: where weights begin.
         words: what the ranks must agree on, but for the handle; see `moecomm.algorithms.signature`.
     """
 
     kernel: Form
     shape: tuple[int, ...]
+    choices: tuple[int, ...]
     content: tuple[int, ...]
     block: BlockLayout
+    ids_at: int | None
+    values_at: int
     words: Words
 
 
@@ -111,14 +117,19 @@ class EagerSizes:
         key = (layout, capacity, expert_alignment, row_format, num_topk, value_bytes)
         form = self._forms.get(key)
         if form is None:
-            is_slab = layout == "slab"
+            is_slab, is_flat = layout == "slab", layout == "flat"
             shape = (self.num_local_experts, capacity) if is_slab else (capacity,)
             slab, row_bytes = capacity if is_slab else 0, row_format.row_bytes
+            planes = (row_bytes, 4 * num_topk, value_bytes * num_topk) if is_flat else (row_bytes, value_bytes)
+            block = block_layout(math.prod(shape), planes)
             form = self._forms[key] = EagerForm(
                 Form(num_topk, row_bytes, value_bytes, slab, expert_alignment, capacity),
                 shape,
+                (*shape, num_topk) if is_flat else shape,
                 (row_bytes, value_bytes, *shape),
-                block_layout(math.prod(shape), (row_bytes, value_bytes)),
+                block,
+                block.offsets[1] if is_flat else None,
+                block.offsets[-1],
                 shape_words(layout, expert_alignment, capacity, row_format, num_topk, value_bytes > 0),
             )
         return form

@@ -8,6 +8,7 @@ and the whole block cleared, if torch has written to the tensors in between.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ __all__ = ["FixedBlock", "FixedBlocks", "Watch", "watched"]
 
 _NOTHING = torch.empty(0)
 _Given = tuple[torch.Tensor, torch.Tensor | None]
+_G = TypeVar("_G", bound=tuple[torch.Tensor | None, ...])
 
 
 class Watch:
@@ -44,13 +46,13 @@ class Watch:
         return self.tensor._version == self.version
 
 
-def watched(make: Callable[[], _Given]) -> tuple[_Given, tuple[Watch, ...]]:
-    """Rows and weights that `make` makes, and what shows whether torch has written to them."""
+def watched(make: Callable[[], _G]) -> tuple[_G, tuple[Watch, ...]]:
+    """The tensors that `make` makes, and what shows whether torch has written to them."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # where writes are not counted
             return watched(make)
-    rows, weights = given = make()
-    return given, (Watch(rows),) if weights is None else (Watch(rows), Watch(weights))
+    given = make()
+    return given, tuple(Watch(tensor) for tensor in given if tensor is not None)
 
 
 class _Note:

@@ -8,7 +8,7 @@ combine    ready     say where the experts' rows are; a signal
            release   wait for all signals: the rows may change again
 
 As in `captured`, no number that changes between calls is the host's, so a graph can hold them. Whether kernels make a
-call follows from what all ranks know alike: a capacity, layout expert_major, nothing that autograd records.
+call follows from what all ranks know alike: a capacity, and nothing that autograd records.
 """
 
 from __future__ import annotations
@@ -89,10 +89,11 @@ class Static(Algorithm):
         most = 1 << max(0, num_tokens - 1).bit_length()  # few different ones, however many tokens there are
 
         def make(memory: _C.Block) -> object:
-            values_at = memory.offset + form.block.offsets[1] if form.kernel.value_bytes else 0
-            return self.kernels.block(form.kernel, memory.offset, values_at, most)
+            ids_at = None if form.ids_at is None else memory.offset + form.ids_at
+            return self.kernels.block(form.kernel, memory.offset, memory.offset + form.values_at, most, ids_at=ids_at)
 
-        return self.captured.pool.lease(("static", form.kernel, most), form.block.nbytes, make, "dispatch")
+        key = ("static", form.kernel, form.choices, most)
+        return self.captured.pool.lease(key, form.block.nbytes, make, "dispatch")
 
     def lease_outputs(self, nbytes: int) -> Lease:
         """Memory for a copy of rows that peers are to read."""
@@ -113,8 +114,7 @@ class Static(Algorithm):
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:
         known = None if routing.routes is None else routing
-        is_fixed = routing.capacity > 0 and routing.layout == "expert_major"
-        if not self.is_by_device(known, is_hosted=routing.is_hosted, is_fixed=is_fixed):
+        if not self.is_by_device(known, is_hosted=routing.is_hosted, is_fixed=routing.capacity > 0):
             return self._hosted.begin_dispatch(x, routing.known_to_host(), row_format, topk_weights)
         try:
             dispatch = StaticDispatch(self, x, routing, row_format, topk_weights)

@@ -50,8 +50,9 @@ class CapturedCalls(Protocol):
     def block(self, form: Form, rows: int, values: int = 0) -> Any:
         """A place for the rows of a dispatch: zeros at these addresses. Its `placed` tells what has arrived.
 
-        `placed` has `arrived` (`counts` `[R, E + R]`, `num_tokens_per_expert`, `offsets` `[E_local]` int32, `used`) and
-        `routes` `[Tmax, K]` int64, on the device, in memory that calls do not move.
+        `placed` has `arrived` (`counts` `[R, E + R]`, `num_tokens_per_expert`, `offsets` `[E_local]` int32) and
+        `routes` `[Tmax, K]` int64, on the device, in memory that calls do not move. Where rows may have been written to
+        that nothing fills, `placed.distrust()` lets the next dispatch blank them.
         """
         ...
 
@@ -81,16 +82,20 @@ class CapturedCalls(Protocol):
 
 
 class StaticCalls(Protocol):
-    """The throughput calls of one rank, of fixed shape, in layout expert_major; methods launch and never wait.
+    """The throughput calls of one rank, of fixed shape, expert_major or flat; methods launch and never wait.
 
     What goes wrong is told by the `CapturedCalls` for which they were made. `signature` stands for what the ranks of a
     call must agree on, a number of 31 bits.
     """
 
-    def block(self, form: Form, rows_at: int, values_at: int, max_tokens: int) -> Any:
-        """A place for the rows of a dispatch, zeros at these offsets in my region, for up to so many tokens of mine.
+    def block(self, form: Form, rows_at: int, values_at: int, max_tokens: int, *, ids_at: int | None = None) -> Any:
+        """A place for the rows of a dispatch, at these offsets in my region, for up to so many tokens of mine.
 
-        Its `placed` is as in `CapturedCalls.block`.
+        Its `placed` is as in `CapturedCalls.block`; `arrived.offsets` means nothing for flat rows.
+
+        Arguments:
+            ids_at: flat: of local ids `[num_rows, K]` int32, and weights are `[num_rows, K]`; None: the layout is
+                expert_major, and what is there is zero.
         """
         ...
 

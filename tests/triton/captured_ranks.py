@@ -13,7 +13,7 @@ from window_ranks import fill
 
 from moecomm.kernels import kernels_for
 from moecomm.kernels.base import weights_dtype
-from moecomm.kernels.eager import Form
+from moecomm.kernels.eager import Form, Sorted
 from moecomm.kernels.triton.captured import CapturedExchange, captured_memory
 from moecomm.testing import masked
 from moecomm.testing.contracts.cases import random_rows
@@ -28,7 +28,7 @@ class Case:
     """What all ranks do alike.
 
     Attributes:
-        layout: "slab" or "expert_major".
+        layout: "slab", "expert_major" or (static calls) "flat".
         values: dtype of weights that travel, or None.
         weighted: combine applies weights at home.
         in_place: rows of a combine lie where peers read them.
@@ -58,6 +58,8 @@ class Case:
     @property
     def block(self):
         most = [self.most] * self.num_ranks
+        if self.layout == "flat":
+            return {"capacity": 0, "alignment": 1, "num_rows": sum(most)}
         return slab(self.world, most) if self.layout == "slab" else grouped(self.world, most, self.topk, self.alignment)
 
     @property
@@ -73,6 +75,13 @@ class Case:
     def num_rows(self):
         most = max(self.world.num_local(rank) for rank in range(self.num_ranks))
         return max(1, most * self.form.capacity) if self.form.capacity else self.form.num_rows
+
+    def receiver(self, rank):
+        """What the reference makes of everybody's inputs."""
+        if self.layout == "flat":
+            return FlatReceiver(self, rank)
+        sizes = self.row_bytes, self.form.value_bytes
+        return Receiver(REFERENCE, self.world, rank, *sizes, **self.block, shift=self.shift)
 
     def memory(self):
         """Bytes of boards, windows and outputs; between messages and outputs there are guards."""
@@ -106,6 +115,51 @@ class Case:
         return [random_rows((n, self.hidden), self.dtype, f"y {call} {rank}") for rank, n in enumerate(rows)]
 
 
+class FlatReceiver:
+    """The flat block of one rank, which the reference fills from everybody's inputs; as `Receiver`."""
+
+    def __init__(self, case, rank):
+        num_rows, num_local = case.form.num_rows, case.world.num_local(rank)
+        self.case, self.rank = case, rank
+        self.rows, self.values, self.ids = (
+            Memory(num_rows * nbytes, shift=case.shift)
+            for nbytes in (case.row_bytes, case.topk * case.form.value_bytes, case.topk * 4)
+        )
+        self.used = torch.zeros(1, dtype=torch.int64)
+        self.tokens_per_expert = torch.zeros(num_local, dtype=torch.int64)
+
+    def receive(self, messages, inputs):
+        world, kernels, num_ranks = self.case.world, kernels_for("reference"), self.case.num_ranks
+        num_experts = len(world.experts)
+        counts = torch.zeros(num_ranks, num_experts + num_ranks, dtype=torch.int32)
+        for memory, blank in ((self.rows, 0), (self.values, 0), (self.ids, 0xFF)):
+            memory.part.fill_(blank)
+        following = torch.zeros(num_ranks, dtype=torch.int64)
+        nowhere = [Memory(memory.num_bytes) for memory in (self.rows, self.values, self.ids)]
+        for source, (x, ids) in enumerate(zip(inputs.rows, inputs.ids, strict=True)):
+            kernels.count_routes(ids, world.expert_rank, num_ranks, counts[source])
+            routes = kernels.plan_flat(ids, world.expert_rank, following)
+            following += counts[source, num_experts:]
+            rows, values, local_ids = (
+                [mine.address if rank == self.rank else other.address for rank in range(num_ranks)]
+                for mine, other in zip((self.rows, self.values, self.ids), nowhere, strict=True)
+            )
+            kernels.push_rows(x, routes, rows)
+            weights = None if inputs.weights is None else inputs.weights[source]
+            tables = world.expert_rank, world.expert_local, local_ids
+            kernels.push_flat_metadata(ids, weights, routes, *tables, None if weights is None else values)
+            if source == self.rank:
+                mine = routes
+        self.used[0] = following[self.rank]
+        arrived = counts.sum(0, dtype=torch.int32)[:num_experts][world.expert_rank == self.rank]
+        self.tokens_per_expert += arrived
+        return Sorted(counts, mine, arrived, None)
+
+    @property
+    def everything(self):
+        return torch.cat([self.rows.whole, self.values.whole, self.ids.whole])
+
+
 class CapturedRank:
     """One rank.
 
@@ -133,9 +187,7 @@ class CapturedRank:
         if case.too_few_windows:
             control = self.exchange.control
             self.exchange.control = control._replace(num_windows=2 * case.depth - case.too_few_windows)
-        self.wanted = Receiver(
-            REFERENCE, case.world, rank, case.row_bytes, case.form.value_bytes, **case.block, shift=case.shift
-        )
+        self.wanted = case.receiver(rank)
         self.rows = Memory(self.wanted.rows.num_bytes, fill=0, shift=case.shift)
         self.values = Memory(self.wanted.values.num_bytes, fill=0, shift=case.shift)
         values = self.values.address if case.form.value_bytes else 0
@@ -164,7 +216,7 @@ class CapturedRank:
         return place.copy_(y)
 
     def weights_at_home(self, call, num_tokens):
-        if not self.case.weighted:
+        if not self.case.weighted or self.case.layout == "flat":  # whose rows are sums
             return None
         make = torch.Generator().manual_seed(call * 10 + self.rank)
         return torch.randn(num_tokens, self.case.topk, generator=make, dtype=weights_dtype(self.case.dtype))

@@ -4,6 +4,7 @@ import contextlib
 
 from moecomm.kernels.triton import (
     captured_announce,
+    captured_cards,
     captured_combine,
     captured_messages,
     captured_plan,
@@ -13,12 +14,14 @@ from moecomm.kernels.triton import (
     captured_static,
     captured_zeros,
     counts,
+    flat,
+    plans,
     push,
     runtime,
 )
 
 MODULES = [captured_announce, captured_combine, captured_messages, captured_plan, captured_rows, captured_send]
-MODULES += [captured_ready, captured_static, captured_zeros, counts, push]
+MODULES += [captured_cards, captured_ready, captured_static, captured_zeros, counts, flat, plans, push]
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """One rank of throughput calls of fixed shape, beside the reference; as in captured_ranks.py."""
 
+import itertools
+
 import torch
 import triton
 from captured_ranks import GUARD, POISON_WORD, CapturedRank
@@ -20,7 +22,8 @@ class StaticRank(CapturedRank):
 
     Attributes:
         signature: of its calls.
-        places: offsets of rows and weights in its region.
+        planes: rows, weights and (flat) ids that must be found.
+        places: their offsets in its region.
     """
 
     signature = 1234
@@ -28,22 +31,25 @@ class StaticRank(CapturedRank):
     def __init__(self, case, rank, boards, windows, outputs, mailboxes, blocks, *, read=torch.clone, **options):
         super().__init__(case, rank, boards, windows, outputs, **options)
         self.mailboxes, self.read = mailboxes, read
-        value_bytes, values = case.form.value_bytes, None
-        behind = -(-(self.wanted.rows.num_bytes + 2 * GUARD) // GUARD) * GUARD
-        if value_bytes:
-            values = [block + behind for block in blocks]
-        self.parts = [(blocks[rank], len(self.wanted.rows.whole))]
-        self.parts += [(values[rank], len(self.wanted.values.whole))] if values else []
-        for (start, nbytes), memory in zip(self.parts, (self.wanted.rows, self.wanted.values), strict=False):
+        wanted, is_flat = self.wanted, case.layout == "flat"
+        self.planes = [wanted.rows, wanted.values, *([wanted.ids] if is_flat else [])]
+        behind = [0, *itertools.accumulate(_whole(memory.num_bytes) for memory in self.planes)]
+        self.parts = [(blocks[rank] + at, len(memory.whole)) for at, memory in zip(behind, self.planes, strict=False)]
+        for (start, nbytes), memory in zip(self.parts, self.planes, strict=True):
             whole = bytes_at(start, nbytes)
             whole[: case.shift] = POISON
-            whole[case.shift + memory.num_bytes :] = POISON
+            whole[case.shift if is_flat else case.shift + memory.num_bytes :] = POISON
         # At each rank blocks lie elsewhere in the region.
         self.static = StaticExchange(self.exchange, mailboxes, [start - 64 * r for r, start in enumerate(blocks)])
-        self.places = 64 * rank + case.shift, 64 * rank + behind + case.shift
-        self.block = self.static.block(case.form, *self.places, case.most)
-        self.out_at = 64 * rank + behind + -(-(self.wanted.values.num_bytes + 2 * GUARD) // GUARD) * GUARD
+        self.places = [64 * rank + at + case.shift for at in behind[:-1]]
+        self.block = self.make_block(case.form)
+        self.out_at = 64 * rank + behind[-1]
         self.answers_at = blocks[rank] - 64 * rank + self.out_at
+
+    def make_block(self, form, distance=0):
+        """A block of this form, so many bytes away from the rank's own."""
+        rows_at, values_at, *ids_at = (at + distance for at in self.places)
+        return self.static.block(form, rows_at, values_at, self.case.most, ids_at=ids_at[0] if ids_at else None)
 
     def send(self, inputs):
         weights = None if inputs.weights is None else inputs.weights[self.rank]
@@ -69,8 +75,7 @@ class StaticRank(CapturedRank):
 
     @property
     def everything(self):
-        parts = [self.read(bytes_at(start, nbytes)) for start, nbytes in self.parts]
-        return torch.cat(parts if len(parts) == 2 else [*parts, self.wanted.values.whole])
+        return torch.cat([self.read(bytes_at(start, nbytes)) for start, nbytes in self.parts])
 
     def poison(self, call):
         num_windows = self.exchange.control.num_windows
@@ -82,5 +87,11 @@ class StaticRank(CapturedRank):
 def static_memory(case):
     """Bytes of all memory of a `StaticRank`: the last is of blocks with guards, and of the rows of a combine."""
     sizes = {"num_ranks": case.num_ranks, "num_experts": case.num_experts, "max_in_flight": case.depth}
-    rows = case.form.num_rows * (2 * case.row_bytes + case.form.value_bytes)
-    return *case.memory()[:3], static_mailbox_bytes(**sizes), rows + 8 * GUARD
+    choices = case.topk * (case.form.value_bytes + 4) if case.layout == "flat" else case.form.value_bytes
+    rows = case.form.num_rows * (2 * case.row_bytes + choices)
+    return *case.memory()[:3], static_mailbox_bytes(**sizes), rows + 12 * GUARD
+
+
+def _whole(nbytes):
+    """Bytes of a plane with guards, so that the next one begins at a multiple of 64."""
+    return -(-(nbytes + 2 * GUARD) // GUARD) * GUARD

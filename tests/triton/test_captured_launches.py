@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-MODULES = ("announce", "combine", "messages", "plan", "ready", "rows", "send", "static", "zeros")
+MODULES = ("announce", "cards", "combine", "messages", "plan", "ready", "rows", "send", "static", "zeros")
 MOVES_ROWS = ("send_messages_kernel", "place_rows_kernel", "send_outputs_kernel", "pull_sums_kernel")
 
 

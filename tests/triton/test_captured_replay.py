@@ -25,6 +25,7 @@ OPTIONS = {
     "slab": {"mode": "low_latency", "layout": "slab"},
     "expert_major": {"mode": "low_latency", "layout": "expert_major", "expert_alignment": 2},
     "fixed": {"expert_alignment": 2, "capacity": 45},
+    "fixed flat": {"layout": "flat", "capacity": 16},
 }
 
 
@@ -52,7 +53,7 @@ def pair(comm, given, options, capture=None):
     y = torch.empty_like(received.x)
     torch.mul(received.x, 2, out=y)
     with launches() as second:
-        home = comm.combine(y, received.handle, topk_weights=given.weights)
+        home = comm.combine(y, received.handle, topk_weights=None if options.get("layout") == "flat" else given.weights)
     return received, home, (first, lambda: torch.mul(received.x, 2, out=y), second)
 
 
@@ -106,7 +107,7 @@ def replay_all(group, layout, dtype):
                 comm.combine(there.x, there.handle)
             comm.check()
             wanted, expected, _ = pair(native, given, options)
-            for name in ("x", "topk_weights", "num_tokens_per_expert", "offsets"):
+            for name in ("x", "topk_weights", "topk_idx", "num_tokens_per_expert", "offsets"):
                 want = getattr(wanted, name)
                 if want is not None:
                     assert_bitwise_equal(getattr(received, name), want, f"replay {step}: {name}")
@@ -139,6 +140,7 @@ def replay_all(group, layout, dtype):
         (2, "expert_major", torch.float32),
         (1, "fixed", torch.float32),
         (3, "fixed", torch.bfloat16),
+        (3, "fixed flat", torch.bfloat16),
     ],
 )
 def test_replays_give_the_native_bits(num_ranks, layout, dtype):

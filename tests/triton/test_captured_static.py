@@ -12,7 +12,7 @@ from interpreter_chaos import Chaos
 from static_ranks import StaticRank, static_memory
 
 from moecomm.errors import CallMismatch, CapacityExceeded, PeerTimeout
-from moecomm.kernels.triton import captured_announce, captured_send, captured_static, signals
+from moecomm.kernels.triton import captured_cards, captured_send, captured_static, signals
 from moecomm.kernels.triton.captured_static import StaticExchange
 from moecomm.testing import launch, masked, with_duplicates
 from moecomm.transports.peers import gather_peers
@@ -28,6 +28,10 @@ SOON_NS = 20_000_000
         Case(2, "expert_major", hidden=33, values=torch.float64, dtype=torch.float64, topk=3),
         Case(3, "expert_major", num_experts=2, values=None, alignment=4),
         Case(4, "expert_major", num_experts=70, topk=5, most=30, hidden=2, alignment=1),
+        Case(1, "flat", num_experts=3),
+        Case(3, "flat", hidden=33, values=torch.float64, dtype=torch.float64, topk=3),
+        Case(3, "flat", num_experts=2, values=None, shift=16),
+        Case(4, "flat", num_experts=70, topk=5, most=70, hidden=2),
     ],
     ids=str,
 )
@@ -56,9 +60,9 @@ def call_after_call(group, case, num_calls):
     end()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_processes_dispatch_and_combine(num_ranks):
-    case = Case(num_ranks, "expert_major", hidden=9, dtype=torch.float16, in_place=num_ranks == 3)
+@pytest.mark.parametrize(("num_ranks", "layout"), [(2, "expert_major"), (3, "expert_major"), (3, "flat")])
+def test_processes_dispatch_and_combine(num_ranks, layout):
+    case = Case(num_ranks, layout, hidden=9, dtype=torch.float16, in_place=num_ranks == 3)
     launch(call_after_call, num_ranks, case, 8, backend="processes", timeout=60)
 
 
@@ -82,8 +86,9 @@ def replayed(group, case, num_replays):
     end()
 
 
-def test_launches_can_be_replayed_with_new_contents():
-    launch(replayed, 3, Case(3, "expert_major", hidden=16), 6, backend="processes", timeout=60)
+@pytest.mark.parametrize("layout", ["expert_major", "flat"])
+def test_launches_can_be_replayed_with_new_contents(layout):
+    launch(replayed, 3, Case(3, layout, hidden=16), 6, backend="processes", timeout=60)
 
 
 # -- under chaos -------------------------------------------------------------------------------------------------------
@@ -105,20 +110,22 @@ def exchange(case, seed, num_calls, *, in_pairs=False):
 
 
 CHAOS = Case(2, "expert_major", num_experts=3, hidden=4)
+FLAT = replace(CHAOS, layout="flat")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_right_kernels_bear_it(seed):
-    exchange(CHAOS, seed, 3)
+@pytest.mark.parametrize(("case", "seed"), [(CHAOS, 0), (CHAOS, 1), (CHAOS, 2), (FLAT, 0)], ids=str)
+def test_right_kernels_bear_it(case, seed):
+    exchange(case, seed, 3)
 
 
-def test_right_combines_bear_it():
-    exchange(CHAOS, 0, 3, in_pairs=True)
+@pytest.mark.parametrize("case", [CHAOS, FLAT], ids=str)
+def test_right_combines_bear_it(case):
+    exchange(case, 0, 3, in_pairs=True)
 
 
 MISTAKES = {
-    "plans before all cards are there": (captured_announce, "acquire_lanes", acquire_one_too_few),
-    "no barrier behind the acquire": (captured_announce, "acquire_lanes", acquire_without_barrier),
+    "plans before all cards are there": (captured_cards, "acquire_lanes", acquire_one_too_few),
+    "no barrier behind the acquire": (captured_cards, "acquire_lanes", acquire_without_barrier),
     "cards behind a relaxed arrival": (captured_send, "is_last_program", last_by_relaxed_arrival),
     "does not wait for the last rows": (signals, "acquire_lanes", acquire_one_too_few),
     "nothing becomes zero": (captured_static, "zero_rows", lambda *args: None),
@@ -132,6 +139,11 @@ def is_caught(case, *, in_pairs=False):
         except (AssertionError, CallMismatch, ValueError):
             return True
     return False
+
+
+def test_flat_rows_that_keep_what_was_there_before_come_out(monkeypatch):
+    monkeypatch.setattr(*MISTAKES["nothing becomes zero"])
+    assert is_caught(FLAT)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -187,6 +199,9 @@ def test_a_peer_that_announces_and_then_pushes_nothing_is_named():
 def rows_of(case, inputs):
     """Rows of each rank, padded."""
     experts = case.world.expert_rank.tolist()
+    if case.layout == "flat":
+        chosen = [case.world.expert_rank[ids].masked_fill(ids < 0, -1) for ids in inputs.ids]
+        return [sum(int((ranks == rank).any(1).sum()) for ranks in chosen) for rank in range(case.num_ranks)]
     found = [0] * case.num_ranks
     for expert, rank in enumerate(experts):
         count = sum(int((ids == expert).sum()) for ids in inputs.ids)
@@ -194,11 +209,12 @@ def rows_of(case, inputs):
     return found
 
 
-def test_what_does_not_fit_stops_every_rank_alike_and_then_they_go_on():
-    case = Case(3, "expert_major", num_experts=4, topk=3, alignment=2)
+@pytest.mark.parametrize("layout", ["expert_major", "flat"])
+def test_what_does_not_fit_stops_every_rank_alike_and_then_they_go_on(layout):
+    case = Case(3, layout, num_experts=4, topk=3, alignment=2)
     ranks = StaticRanks(case)
     for rank in ranks:
-        rank.block = rank.static.block(case.form._replace(num_rows=8), *rank.places, case.most)
+        rank.block = rank.make_block(case.form._replace(num_rows=8))
     found = set()
     for call in range(2):
         inputs = case.inputs(call, [4, 4, 4], routing=with_duplicates)
@@ -215,7 +231,7 @@ def test_what_does_not_fit_stops_every_rank_alike_and_then_they_go_on():
             assert_unchanged(before, ranks.state_of(rank))
     assert len(found) == 2
     for rank in ranks:
-        rank.block = rank.static.block(case.form, *rank.places, case.most)
+        rank.block = rank.make_block(case.form)
     ranks.dispatch(2)
 
 
@@ -264,7 +280,7 @@ def test_two_calls_in_flight_fill_two_blocks_and_a_fault_of_one_is_not_the_other
         distance = other.answers_at - other.out_at - first.answers_at + first.out_at
         other.static, other.exchange = first.static, first.exchange
         other.wanted.tokens_per_expert = first.wanted.tokens_per_expert
-        other.block = first.static.block(case.form, *(at + distance for at in other.places), case.most)
+        other.block = first.make_block(case.form, distance)
     for call in range(0, 8, 2):
         inputs = [case.inputs(call), case.inputs(call + 1)]
         is_bad = call == 4
@@ -293,12 +309,15 @@ def test_arguments_are_checked():
     rank, inputs = ranks.ranks[0], case.inputs(0, [2, 5])
     static, form, y = rank.static, case.form, case.answers(0)[0]
     for wrong, arguments in {
-        "form has slabs of 4 rows": (form._replace(capacity=4), 0, 0),
-        "rows_at is 8, values_at 16; wanted multiples of 16": (form, 8, 16),
-        "rows_at is 16, values_at 8; wanted multiples of 16": (form, 16, 8),
+        "form has slabs of 4 rows": (form._replace(capacity=4), 0, 0, None),
+        "rows_at is 8, values_at 16, ids_at None; wanted multiples of 16": (form, 8, 16, None),
+        "rows_at is 16, values_at 8, ids_at None; wanted multiples of 16": (form, 16, 8, None),
+        "rows_at is 16, values_at 16, ids_at 8; wanted multiples of 16": (form._replace(alignment=1), 16, 16, 8),
+        "form aligns experts to 3 rows; flat rows are not": (form, 16, 16, 16),
     }.items():
+        *places, ids_at = arguments
         with pytest.raises(ValueError, match=wrong):
-            static.block(*arguments, 4)
+            static.block(*places, 4, ids_at=ids_at)
     for wrong, mailboxes, regions in (("mailboxes", [64], [64, 64]), ("regions", [64, 64], [64, 8])):
         with pytest.raises(ValueError, match=rf"{wrong} is \[.*\]; wanted 2 addresses, multiples of"):
             StaticExchange(rank.exchange, mailboxes, regions)

@@ -38,18 +38,19 @@ def test_the_contract_of_capacity(check, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "is_recorded"), [({"layout": "flat"}, False), ({}, True)], ids=["flat", "recorded by autograd"]
+    ("options", "num_sums"),
+    [({"capacity": 16}, 3), ({"capacity": 16, "layout": "flat"}, 1), ({"layout": "flat"}, 1)],
+    ids=["recorded by autograd", "flat, recorded by autograd", "as many rows as arrive"],
 )
-def test_what_no_graph_can_hold(options, is_recorded):
+def test_what_no_graph_can_hold(options, num_sums):
     device = LateDevice()
-    x, ids = torch.ones(4, 24, requires_grad=is_recorded), uniform(4, 6, 3, seed=0)
+    x, ids = torch.ones(4, 24, requires_grad="capacity" in options), uniform(4, 6, 3, seed=0)
     with Communicator(None, **SIZES, device=device) as comm:
         for _ in range(2):  # nothing is left of what was refused
-            received = comm.dispatch(x, ids, capacity=16, **options)
-            assert received.x.shape == (16, 24)
+            received = comm.dispatch(x, ids, **options)
+            assert received.x.shape == (options.get("capacity", 4), 24)
             assert received.handle.routing.on_device is None
             with device.capturing(), pytest.raises(ValueError, match="hosts take part in this call"):
-                comm.dispatch(x, ids, capacity=16, **options)
-            sums = (1 if options else 3) * x
-            assert torch.equal(comm.combine(received.x, received.handle), sums)
+                comm.dispatch(x, ids, **options)
+            assert torch.equal(comm.combine(received.x, received.handle), num_sums * x)
     device.end()

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from fixed_calls import FIXED, LOW, check_pair, inputs_of, opened
+from fixed_calls import FIXED, FLAT, LOW, check_pair, home_of, inputs_of, opened
 from late_device import LateDevice, LateStream
 from late_ranks import SIZES
 
@@ -34,25 +34,25 @@ def _poisoned():
 # -- errors that the device finds --------------------------------------------------------------------------------------
 
 
-def find_errors(group):
+def find_errors(group, fixed):
     device = LateDevice(1e-3 * group.rank)
     with opened(group, device) as comm:
-        check_pair(comm)
+        check_pair(comm, **fixed)
         x, ids = inputs_of(comm.rank)
         wrong = ids.clone()
         if comm.rank == group.size - 1:
             wrong[2, 1] = 99
-        comm.dispatch(x, wrong, **FIXED)
+        comm.dispatch(x, wrong, **fixed)
         with pytest.raises(ValueError, match=rf"topk_idx\[2, 1\] = 99 of the device of .*rank {group.size - 1}"):
             comm.check()
-        check_pair(comm, 1)
+        check_pair(comm, 1, **fixed)
         all_at_one = torch.zeros(4, 1).long() if comm.rank == 0 else torch.full((0, 1), -1)
-        received = comm.dispatch(x[: len(all_at_one)], all_at_one, capacity=3)
+        received = comm.dispatch(x[: len(all_at_one)], all_at_one, **(fixed | {"capacity": 3}))
         # What is known is raised by later calls of the devices, until all ranks have checked.
         device.current_stream().synchronize()
         group.all_gather(None)
         comm._exchanger.session.device_calls.ask(lambda: None)
-        for options in (FIXED, LOW):
+        for options in (fixed, LOW):
             with pytest.raises(CapacityExceeded, match="4 rows for rank 0, but there is room for 3"):
                 comm.dispatch(x, ids, **options)
         with pytest.raises(CapacityExceeded):
@@ -63,18 +63,19 @@ def find_errors(group):
             comm.check()
         group.all_gather(None)
         if group.size > 1:
-            comm.dispatch(x, ids, capacity=40 + comm.rank)
-            with pytest.raises(CallMismatch, match="all ranks must give the same .* capacity"):
-                comm.check()
-            group.all_gather(None)
-        check_pair(comm, 2)
+            for others in ({"capacity": 41}, {"layout": "expert_major" if fixed is FLAT else "flat"}):
+                comm.dispatch(x, ids, **(fixed | others if comm.rank else fixed))
+                with pytest.raises(CallMismatch, match="all ranks must give the same .* layout, .* capacity"):
+                    comm.check()
+                group.all_gather(None)
+        check_pair(comm, 2, **fixed)
         comm.check()
     device.end()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_check_tells_what_the_device_has_found_and_ranks_go_on(num_ranks):
-    launch(find_errors, num_ranks, timeout=100)
+@pytest.mark.parametrize(("num_ranks", "fixed"), [(1, FIXED), (3, FIXED), (2, FLAT)], ids=str)
+def test_check_tells_what_the_device_has_found_and_ranks_go_on(num_ranks, fixed):
+    launch(find_errors, num_ranks, fixed, timeout=100)
 
 
 def mix_handles(group):
@@ -101,14 +102,14 @@ def test_handles_of_different_dispatches_are_told_from_each_other():
     launch(mix_handles, 2, timeout=100)
 
 
-def never_come(group):
+def never_come(group, fixed):
     device = LateDevice()
     with opened(group, device, timeout=timedelta(seconds=8)) as comm:
-        check_pair(comm)
+        check_pair(comm, **fixed)
         gc.collect()
         group.all_gather(None)
         if comm.rank == 0:
-            received = comm.dispatch(*inputs_of(0), **FIXED)
+            received = comm.dispatch(*inputs_of(0), **fixed)
             with pytest.raises(PeerTimeout, match=r"announcement #1: .* rank 1.*: counter at 1, expected 2"):
                 comm.check()
             with pytest.raises(PeerTimeout):  # this lasts
@@ -122,7 +123,7 @@ def never_come(group):
 
 
 def test_a_rank_that_does_not_come_is_named_and_may_still_write():
-    launch(never_come, 2, timeout=60)
+    launch(never_come, 2, FLAT, timeout=60)
 
 
 def leave(group):
@@ -146,36 +147,40 @@ def test_a_rank_that_has_gone_is_named_long_before_the_timeout():
     launch(leave, 2, timeout=40)
 
 
-def refuse(group):
+def refuse(group, fixed):
     device = LateDevice()
     with opened(group, device, timeout=timedelta(seconds=12)) as comm:
         x, ids = inputs_of(comm.rank)
-        received = comm.dispatch(x, ids, **FIXED)
+        received = comm.dispatch(x, ids, **fixed)
+        needed = 20 * (1 << 20) * (24 * 4 + (3 * 4 if fixed is FLAT else 0))
         for _ in range(2):  # alike on all ranks, which go on
-            for options in ({"capacity": 0}, {"capacity": 3, "expert_alignment": 4}):
-                with pytest.raises(ValueError, match="capacity must be in"):
+            wrong = {"capacity": 3, "expert_alignment": 4}
+            for options, why in ((fixed | {"capacity": 0}, "capacity must be in"), (fixed | wrong, "must be")):
+                with pytest.raises(ValueError, match=why):
                     comm.dispatch(x, ids, **options)
-            with pytest.raises(MemoryLimitExceeded, match="every rank needs 2013265920 bytes"):
-                comm.dispatch(x, ids, capacity=20 * (1 << 20))
+            with pytest.raises(MemoryLimitExceeded, match=f"every rank needs {needed} bytes"):
+                comm.dispatch(x, ids, **(fixed | {"capacity": 20 * (1 << 20)}))
             with pytest.raises(ValueError, match="y has 4 rows"):
                 comm.combine(x, received.handle)
-            check_pair(comm)
+            check_pair(comm, **fixed)
         comm.check()
         group.all_gather(None)
         # Devices would pair the peer's call with this rank's next one.
+        if comm.rank == 1:
+            comm.dispatch_async(x, ids, **fixed)
+        group.all_gather(None)
         if comm.rank == 0:
             with pytest.raises(ValueError, match="x has hidden size 23"):
-                comm.dispatch(x[:, :23], ids, **FIXED)
-        else:
-            comm.dispatch_async(x, ids, **FIXED)
+                comm.dispatch(x[:, :23], ids, **fixed)
         group.all_gather(None)
         with pytest.raises(PeerFailed, match=r"rank 0.* has refused dispatch #\d+: ValueError: x has hidden size 23"):
-            comm.dispatch(x, ids, **FIXED)
+            comm.dispatch(x, ids, **fixed)
     device.end()
 
 
-def test_calls_that_one_rank_refuses_are_not_paired_with_others():
-    launch(refuse, 2, timeout=100)
+@pytest.mark.parametrize("fixed", [FIXED, FLAT], ids=str)
+def test_calls_that_one_rank_refuses_are_not_paired_with_others(fixed):
+    launch(refuse, 2, fixed, timeout=100)
 
 
 # -- calls in flight ---------------------------------------------------------------------------------------------------
@@ -199,7 +204,7 @@ def overlap(group):
         for seed in order:
             assert torch.equal(works[seed].wait(), 3 * sent[seed][0])
         # Calls of all kinds beside them, some ranks a phase further, waited for in different orders.
-        for other in ({}, LOW, FIXED):
+        for other in ({}, LOW, FIXED, FLAT):
             for seed in range(2):
                 kinds = (FIXED, other) if seed else (other, FIXED)
                 works = []
@@ -211,7 +216,8 @@ def overlap(group):
                 received = {one: works[one].wait() for one in order}
                 works = [comm.combine_async(received[one].x, received[one].handle) for one in range(2)]
                 for one in order:
-                    assert torch.equal(works[one].wait(), 3 * sent[one][0])
+                    home = home_of(comm, *sent[one], received[one].handle.layout)
+                    assert torch.equal(works[one].wait(), home)
         comm.check()
     device.end()
 
@@ -244,26 +250,27 @@ def test_closing_with_calls_in_flight():
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def learn(comm):
+def learn(comm, fixed):
     """Gradients of what only experts and router have, so that autograd does not record the dispatch."""
     x, ids = inputs_of(comm.rank)
-    received = comm.dispatch(x, ids, **FIXED)
+    received = comm.dispatch(x, ids, **fixed)
     scale = torch.linspace(0.5, 2, 24).requires_grad_()
     weights = torch.rand(4, 3, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
-    home = comm.combine(received.x * scale, received.handle, topk_weights=weights)
+    at_home = None if fixed is FLAT else weights
+    home = comm.combine(received.x * scale, received.handle, topk_weights=at_home)
     (home * x.cumsum(1)).sum().backward()
-    return received, home.detach(), scale.grad, weights.grad
+    return received, home.detach(), scale.grad, *([] if at_home is None else [weights.grad])
 
 
-def record_the_combine(group):
+def record_the_combine(group, fixed):
     device = LateDevice(1e-3 * group.rank)
     with opened(group, device) as comm:
-        received, *found = learn(comm)
+        received, *found = learn(comm, fixed)
         assert received.handle.routing.on_device is not None
         counts, stamp = received.handle.counts, received.handle.stamp
-        check_pair(comm, 1)
+        check_pair(comm, 1, **fixed)
     with Communicator(group, **SIZES) as native:
-        received, *wanted = learn(native)
+        received, *wanted = learn(native, fixed)
         assert torch.equal(counts, received.handle.counts)
         assert stamp[1] == received.handle.stamp[1]
     for one, other in zip(found, wanted, strict=True):
@@ -271,6 +278,6 @@ def record_the_combine(group):
     device.end()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_combine_is_recorded_where_its_dispatch_was_not(num_ranks):
-    launch(record_the_combine, num_ranks, timeout=100)
+@pytest.mark.parametrize(("num_ranks", "fixed"), [(1, FIXED), (2, FIXED), (2, FLAT)], ids=str)
+def test_a_combine_is_recorded_where_its_dispatch_was_not(num_ranks, fixed):
+    launch(record_the_combine, num_ranks, fixed, timeout=100)

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from fixed_calls import FIXED, LOW, check_pair, inputs_of, opened
+from fixed_calls import FIXED, FLAT, LOW, check_pair, home_of, inputs_of, opened
 from late_device import LateDevice
 
 from moecomm.testing import launch
@@ -18,14 +18,14 @@ def _poisoned():
     torch.use_deterministic_algorithms(False)
 
 
-def of_many_sizes(group):
+def of_many_sizes(group, fixed):
     device = LateDevice()
     with opened(group, device) as comm:
         before = comm.tokens_per_expert
         rows = 0
         for step, num_tokens in enumerate((0, 1, 5, 12, 3, 0)):  # more than max_tokens_per_rank, too
             mine = num_tokens if comm.rank == 0 else 12 - num_tokens
-            check_pair(comm, step, mine, capacity=36 * group.size)
+            check_pair(comm, step, mine, **(fixed | {"capacity": 36 * group.size}))
             rows += 3 * mine
         arrived = sum(int(one.sum()) for one in group.all_gather(comm.tokens_per_expert - before))
         assert arrived == sum(group.all_gather(rows))
@@ -33,27 +33,33 @@ def of_many_sizes(group):
     device.end()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_any_number_of_tokens(num_ranks):
-    launch(of_many_sizes, num_ranks, timeout=100)
+@pytest.mark.parametrize(("num_ranks", "fixed"), [(1, FIXED), (2, FIXED), (2, FLAT)], ids=str)
+def test_any_number_of_tokens(num_ranks, fixed):
+    launch(of_many_sizes, num_ranks, fixed, timeout=100)
 
 
-def test_blocks_are_used_again_and_zero_beyond_the_rows():
+@pytest.mark.parametrize("fixed", [FIXED, FLAT], ids=str)
+def test_blocks_are_used_again_and_zero_beyond_the_rows(fixed):
     device = LateDevice()
     with opened(None, device) as comm:
-        first = check_pair(comm)
+        first = check_pair(comm, **fixed)
         where = first.x.data_ptr()
-        assert check_pair(comm).x.data_ptr() != where, "a block that is in use was given out"
-        first.x.fill_(7.0)  # also where there are no rows
+        assert check_pair(comm, **fixed).x.data_ptr() != where, "a block that is in use was given out"
+        if fixed is FLAT:
+            first.topk_idx.fill_(7)  # also where there are no rows
+        else:
+            first.x.fill_(7.0)
         handle = first.handle
         del first
         gc.collect()
-        third = check_pair(comm, 1)
+        third = check_pair(comm, 1, **fixed)
         assert third.x.data_ptr() != where, "routes are still there for the handle"
-        assert torch.equal(comm.combine(comm.dispatch(third.x[:4], handle=handle).x, handle), 3 * third.x[:4])
-        del handle, third
+        x = third.x[:4]
+        home = home_of(comm, x, inputs_of(0)[1], handle.layout)
+        assert torch.equal(comm.combine(comm.dispatch(x, handle=handle).x, handle), home)
+        del handle, third, x
         gc.collect()
-        again = [check_pair(comm, seed) for seed in range(4)]  # which finds zeros behind the rows
+        again = [check_pair(comm, seed, **fixed) for seed in range(4)]  # which finds zeros, or -1, behind the rows
         assert where in [one.x.data_ptr() for one in again]
         del again
         gc.collect()

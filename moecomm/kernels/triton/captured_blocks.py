@@ -1,6 +1,7 @@
 """Fixed blocks that captured calls fill: the memory that belongs to one, none of which moves or is made anew.
 
 T num_tokens   Tmax most of them   K num_topk   E num_experts   E_local experts here   R num_ranks   H hidden
+G groups of rows, see captured_groups.py   G_local groups here
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moecomm.kernels.eager import Form
+from moecomm.kernels.triton.captured_groups import Arrived, Scratch
 from moecomm.kernels.triton.captured_messages import Found, MessageLayout, Windows, block_tile, message_layout
-from moecomm.kernels.triton.captured_plan import Arrived, Scratch
 from moecomm.kernels.triton.captured_zeros import Block
 
 __all__ = ["CapturedBlock", "Placed", "make_arrived", "make_block", "make_scratch"]
@@ -39,6 +40,10 @@ class Placed:
     combined: Tensor
     num_tokens: int = 0
 
+    def distrust(self) -> None:
+        """From now on any row may hold something: the next dispatch blanks all that it does not fill."""
+        self.arrived.used.fill_(self.form.capacity or self.form.num_rows)
+
 
 @dataclasses.dataclass
 class CapturedBlock:
@@ -62,29 +67,30 @@ class CapturedBlock:
     dispatched: Tensor
 
 
-def make_arrived(num_ranks: int, num_experts: int, num_local: int, device: torch.device) -> Arrived:
-    """Zeros: nothing has arrived and nothing was used."""
+def make_arrived(num_ranks: int, num_experts: int, num_groups: int, tokens_per_expert: Tensor) -> Arrived:
+    """Zeros: nothing has arrived and nothing was used. `num_groups`: G_local; `tokens_per_expert`: added to."""
+    device = tokens_per_expert.device
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return Arrived(
         counts=zeros(num_ranks, num_experts + num_ranks, dtype=torch.int32),
-        num_tokens_per_expert=zeros(num_local, dtype=torch.int32),
-        offsets=zeros(num_local, dtype=torch.int32),
-        tokens_per_expert=zeros(num_local),
-        first_rows=zeros(num_local),
-        used=zeros(max(1, num_local)),
-        spans=zeros(2, num_local + 1),
+        num_tokens_per_expert=zeros(tokens_per_expert.numel(), dtype=torch.int32),
+        offsets=zeros(num_groups, dtype=torch.int32),
+        tokens_per_expert=tokens_per_expert,
+        first_rows=zeros(num_groups),
+        used=zeros(max(1, num_groups)),
+        spans=zeros(2, num_groups + 1),
     )
 
 
-def make_scratch(num_ranks: int, num_experts: int, device: torch.device) -> Scratch:
-    """Memory for planning."""
+def make_scratch(num_ranks: int, num_experts: int, num_groups: int, device: torch.device) -> Scratch:
+    """Memory for planning; `num_groups` is G."""
     return Scratch(
         totals=torch.zeros(num_experts + num_ranks, dtype=torch.int32, device=device),
-        starts=torch.zeros(num_experts, dtype=torch.int64, device=device),
-        ends=torch.zeros(num_experts, dtype=torch.int64, device=device),
+        starts=torch.zeros(num_groups, dtype=torch.int64, device=device),
+        ends=torch.zeros(num_groups, dtype=torch.int64, device=device),
         arrivals=torch.zeros(1, dtype=torch.int32, device=device),
     )
 
@@ -120,9 +126,10 @@ def make_block(
         raise ValueError(f"form needs messages of {layout.nbytes} bytes; message_bytes is {message_bytes}")
     tile = block_tile(max_tokens, form.num_topk)
     blocks = num_ranks * tile.num_blocks
-    arrived = make_arrived(num_ranks, num_experts, num_local, device)._replace(tokens_per_expert=tokens_per_expert)
+    arrived = make_arrived(num_ranks, num_experts, num_local, tokens_per_expert)
     routes = torch.full((num_ranks, max_tokens, form.num_topk), -1, dtype=torch.int64, device=device)
-    block = Block(rows, values, form.row_bytes, form.value_bytes if values else 0)
+    num_rows = form.capacity * num_local if form.capacity else form.num_rows
+    block = Block(rows, values, form.row_bytes, form.value_bytes if values else 0, num_rows)
     return CapturedBlock(
         placed=Placed(form, block, arrived, routes[rank], torch.zeros(1, dtype=torch.int64, device=device)),
         windows=Windows(address, message_bytes, max_tokens, form.num_topk),
@@ -133,7 +140,7 @@ def make_block(
             counts=torch.zeros(blocks, num_experts + num_ranks, dtype=torch.int32, device=device),
             bad=torch.zeros(blocks, 2, dtype=torch.int32, device=device),
         ),
-        scratch=make_scratch(num_ranks, num_experts, device),
+        scratch=make_scratch(num_ranks, num_experts, num_experts, device),
         routes=routes,
         dispatched=torch.zeros(1, dtype=torch.int64, device=device),
     )

@@ -1,197 +1,34 @@
-"""Where the rows of a fixed block go, decided on the device from the counts that all ranks know.
+"""Plans from the messages of low-latency calls, in which the receiver has counted.
 
-    E num_experts   E_local experts here   R num_ranks   N rows of counted blocks, of all sources together
-
-Every rank decides for all experts, so that what does not fit anywhere is found everywhere.
+E num_experts   R num_ranks   N rows of counted blocks, of all sources together
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.eager import Form
+from moecomm.kernels.triton.captured_groups import (
+    Arrived,
+    Scratch,
+    count_arrived,
+    place_block,
+    plan_tile,
+    report_overflow,
+    settle_block,
+)
 from moecomm.kernels.triton.captured_messages import Found
-from moecomm.kernels.triton.captured_state import BAD_ID, MISMATCH, OVERFLOW, Control, report_fault
+from moecomm.kernels.triton.captured_state import BAD_ID, MISMATCH, Control, report_fault
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.lanes import is_last_program, unless_failed
 from moecomm.kernels.triton.runtime import launch, num_blocks
 
-__all__ = [
-    "Arrived",
-    "PlanTile",
-    "Scratch",
-    "compile_cases",
-    "place_block",
-    "plan_messages",
-    "plan_tile",
-    "report_overflow",
-    "settle_block",
-]
+__all__ = ["compile_cases", "plan_messages"]
 
 _BLOCKS = 32
 _COLUMNS = 64
-
-
-class Arrived(NamedTuple):
-    """What is known of a block, in memory that no call moves.
-
-    Attributes:
-        counts: `[R, E + R]` int32: per source its routes per expert, then its distinct tokens per rank.
-        num_tokens_per_expert: `[E_local]` int32.
-        offsets: `[E_local]` int32: where each expert's rows end, padding included; slab: without meaning.
-        tokens_per_expert: `[E_local]` int64, added to.
-        first_rows: `[E_local]` int64.
-        used: `[max(1, E_local)]` int64: rows that hold something; slab: of each expert; expert_major: used[0] of all.
-        spans: `[2, E_local + 1]` int64: rows that must become zero, begins and ends.
-    """
-
-    counts: Tensor
-    num_tokens_per_expert: Tensor
-    offsets: Tensor
-    tokens_per_expert: Tensor
-    first_rows: Tensor
-    used: Tensor
-    spans: Tensor
-
-
-class Scratch(NamedTuple):
-    """Needed while planning.
-
-    Attributes:
-        totals: `[E + R]` int32.
-        starts, ends: `[E]` int64: where each expert's rows begin and end at its rank.
-        arrivals: one int32, 0.
-    """
-
-    totals: Tensor
-    starts: Tensor
-    ends: Tensor
-    arrivals: Tensor
-
-
-@triton.jit
-def place_block(
-    totals: tl.tensor,
-    expert_rank: tl.tensor,
-    expert_local: tl.tensor,
-    num_experts: tl.int32,
-    capacity: tl.int64,
-    alignment: tl.int32,
-    num_rows: tl.int64,
-    starts: tl.tensor,
-    ends: tl.tensor,
-    RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-) -> tl.tensor:
-    """Writes starts and ends; gives the first expert whose rows do not fit, or E. For one program.
-
-    Arguments:
-        capacity: slab: rows per expert; 0 = expert_major, of num_rows rows.
-    """
-    ranks = tl.arange(0, RANKS)
-    filled = tl.zeros((RANKS,), dtype=tl.int64)
-    worst = tl.cast(num_experts, tl.int32)
-    for first in range(0, num_experts, EXPERTS):
-        e = first + tl.arange(0, EXPERTS)
-        is_expert = e < num_experts
-        total = tl.load(totals + e, mask=is_expert, other=0)
-        rank = tl.load(expert_rank + e, mask=is_expert, other=-1)
-        local = tl.load(expert_local + e, mask=is_expert, other=0).to(tl.int64)
-        padded = (tl.cdiv(total, alignment) * alignment).to(tl.int64)
-        is_at = rank[None, :] == ranks[:, None]
-        part = tl.where(is_at, padded[None, :], 0)
-        end = tl.sum(tl.where(is_at, filled[:, None] + tl.cumsum(part, axis=1), 0), axis=0)
-        filled += tl.sum(part, axis=1)
-        start = tl.where(capacity > 0, local * capacity, end - padded)
-        is_over = tl.where(capacity > 0, total > capacity, end > num_rows)
-        tl.store(starts + e, start, mask=is_expert)
-        tl.store(ends + e, tl.where(capacity > 0, start + total, end), mask=is_expert)
-        worst = tl.minimum(worst, tl.min(tl.where(is_expert & is_over, e, num_experts), axis=0))
-    tl.debug_barrier()
-    return worst
-
-
-@triton.jit
-def settle_block(
-    totals: tl.tensor,
-    expert_rank: tl.tensor,
-    expert_local: tl.tensor,
-    num_experts: tl.int32,
-    rank: tl.int32,
-    num_local: tl.int32,
-    capacity: tl.int64,
-    starts: tl.tensor,
-    ends: tl.tensor,
-    num_tokens_per_expert: tl.tensor,
-    offsets: tl.tensor,
-    tokens_per_expert: tl.tensor,
-    first_rows: tl.tensor,
-    used: tl.tensor,
-    spans: tl.tensor,
-    EXPERTS: tl.constexpr,
-) -> None:
-    """Writes what `Arrived` holds of my experts, but for the counts. For one program, behind `place_block`."""
-    begins, behind = spans, spans + num_local + 1
-    last = tl.cast(0, tl.int64)
-    in_slabs = tl.where(capacity > 0, num_experts, 0)
-    for first in range(0, num_experts, EXPERTS):
-        e = first + tl.arange(0, EXPERTS)
-        is_mine = tl.load(expert_rank + e, mask=e < num_experts, other=-1) == rank
-        local = tl.load(expert_local + e, mask=is_mine, other=0)
-        total = tl.load(totals + e, mask=is_mine, other=0)
-        start = tl.load(starts + e, mask=is_mine, other=0)
-        end = tl.load(ends + e, mask=is_mine, other=0)
-        tl.store(num_tokens_per_expert + local, total, mask=is_mine)
-        tl.store(offsets + local, end.to(tl.int32), mask=is_mine)
-        tl.store(first_rows + local, start, mask=is_mine)
-        so_far = tl.load(tokens_per_expert + local, mask=is_mine, other=0)
-        tl.store(tokens_per_expert + local, so_far + total, mask=is_mine)
-        before = tl.load(used + local, mask=is_mine & (e < in_slabs), other=0)
-        tl.store(used + local, total.to(tl.int64), mask=is_mine & (e < in_slabs))
-        tl.store(begins + local, start + total, mask=is_mine)
-        tl.store(behind + local, tl.where(capacity > 0, start + before, end), mask=is_mine)
-        last = tl.maximum(last, tl.max(end, axis=0))
-    if capacity > 0:
-        last = tl.cast(0, tl.int64)
-    tl.store(begins + num_local, last)
-    if capacity > 0:
-        tl.store(behind + num_local, last)
-    else:
-        tl.store(behind + num_local, tl.load(used))
-        tl.store(used, last)
-
-
-@triton.jit
-def report_overflow(
-    status: tl.tensor,
-    fault: tl.tensor,
-    slot: tl.int64,
-    ticket: tl.int64,
-    totals: tl.tensor,
-    expert_rank: tl.tensor,
-    num_experts: tl.int32,
-    ends: tl.tensor,
-    capacity: tl.int64,
-    num_rows: tl.int64,
-    EXPERTS: tl.constexpr,
-) -> None:
-    """Says that something does not fit, and names the fullest expert (slab) or rank. For one program."""
-    most = tl.cast(-1, tl.int64)
-    fullest = tl.cast(0, tl.int32)
-    for first in range(0, num_experts, EXPERTS):
-        e = first + tl.arange(0, EXPERTS)
-        total = tl.load(totals + e, mask=e < num_experts, other=-1).to(tl.int64)
-        need = tl.where(capacity > 0, total, tl.load(ends + e, mask=e < num_experts, other=-1))
-        here = tl.max(need, axis=0)
-        if here > most:
-            fullest = tl.min(tl.where(need == here, e, num_experts), axis=0).to(tl.int32)
-            most = here
-    place = tl.where(capacity > 0, fullest, tl.load(expert_rank + fullest))
-    report_fault(status, fault, slot, ticket, place, most, tl.where(capacity > 0, capacity, num_rows), OVERFLOW)
 
 
 @triton.jit
@@ -251,7 +88,7 @@ def plan_messages_kernel(
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ALL_RANKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ) -> None:
     """Sums up the columns of blocks, some by each program; the last program plans, or reports why it cannot.
 
@@ -290,7 +127,7 @@ def plan_messages_kernel(
             starts,
             ends,
             ALL_RANKS,
-            EXPERTS,
+            GROUPS,
         )
         number = tl.load(ticket)
         if stranger < num_ranks:
@@ -310,7 +147,7 @@ def plan_messages_kernel(
                 ends,
                 capacity,
                 num_rows,
-                EXPERTS,
+                GROUPS,
             )
         else:
             settle_block(
@@ -323,27 +160,22 @@ def plan_messages_kernel(
                 capacity,
                 starts,
                 ends,
-                num_tokens_per_expert,
                 offsets,
-                tokens_per_expert,
                 first_rows,
                 used,
                 spans,
-                EXPERTS,
+                GROUPS,
             )
-
-
-class PlanTile(NamedTuple):
-    """EXPERTS of kernels that plan, all of which are compared with all ranks at once; and their warps."""
-
-    experts: int
-    num_warps: int
-
-
-def plan_tile(num_ranks: int) -> PlanTile:
-    """As many as the registers of a program hold: the compilers of all supported versions spill none."""
-    ranks = int(triton.next_power_of_2(num_ranks))
-    return PlanTile(max(16, min(64, 512 // ranks)), 4) if ranks <= 16 else PlanTile(max(16, 2048 // ranks), 8)
+            count_arrived(
+                totals,
+                expert_rank,
+                expert_local,
+                num_experts,
+                rank,
+                num_tokens_per_expert,
+                tokens_per_expert,
+                GROUPS,
+            )
 
 
 def plan_messages(
@@ -373,7 +205,7 @@ def plan_messages(
         BLOCKS=_BLOCKS,
         COLUMNS=_COLUMNS,
         ALL_RANKS=triton.next_power_of_2(num_ranks),
-        EXPERTS=tile.experts,
+        GROUPS=tile.groups,
         num_warps=tile.num_warps,
     )
 
@@ -386,7 +218,7 @@ def compile_cases() -> list[CompileCase]:
     types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys((*narrow, "offsets"), "*i32"), **dict.fromkeys(ints, "i32")}
     cases = []
     for ranks in (8, 128):
-        constants = {"BLOCKS": _BLOCKS, "COLUMNS": _COLUMNS, "ALL_RANKS": ranks, "EXPERTS": plan_tile(ranks).experts}
+        constants = {"BLOCKS": _BLOCKS, "COLUMNS": _COLUMNS, "ALL_RANKS": ranks, "GROUPS": plan_tile(ranks).groups}
         types |= dict.fromkeys(constants, "constexpr")
         cases.append(
             CompileCase(

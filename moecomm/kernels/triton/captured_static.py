@@ -11,9 +11,8 @@ A combine reads rows where they lie, so it ends when everybody has read.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 import triton
@@ -22,23 +21,25 @@ from torch import Tensor
 
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured import CapturedExchange
-from moecomm.kernels.triton.captured_announce import NOWHERE, announce, card_bytes, find_bad, plan_announced
-from moecomm.kernels.triton.captured_blocks import Placed, make_arrived, make_scratch
+from moecomm.kernels.triton.captured_announce import NOWHERE, announce, card_bytes, find_bad
 from moecomm.kernels.triton.captured_calls import InFlight
+from moecomm.kernels.triton.captured_cards import plan_announced
 from moecomm.kernels.triton.captured_combine import Outputs, copy_outputs, pull_sums, wait_for_ticket
-from moecomm.kernels.triton.captured_plan import Scratch
+from moecomm.kernels.triton.captured_groups import Groups
 from moecomm.kernels.triton.captured_ready import READY_BYTES, find_places, send_place
 from moecomm.kernels.triton.captured_send import end_send
 from moecomm.kernels.triton.captured_state import Control, Operation, windows_for
-from moecomm.kernels.triton.captured_zeros import Block, zero_rows
+from moecomm.kernels.triton.captured_static_blocks import Places, StaticBatch, StaticBlock, make_static_block
+from moecomm.kernels.triton.captured_zeros import zero_rows
 from moecomm.kernels.triton.compile_case import CompileCase
-from moecomm.kernels.triton.counts import IDS, count_by_expert, count_by_rank
+from moecomm.kernels.triton.counts import count_by_expert, count_by_rank
+from moecomm.kernels.triton.flat import push_flat_metadata
 from moecomm.kernels.triton.lanes import unless_failed
-from moecomm.kernels.triton.plans import plan_experts_kernel
+from moecomm.kernels.triton.plans import route_by_expert, route_by_rank
 from moecomm.kernels.triton.push import push_rows
 from moecomm.kernels.triton.runtime import launch, num_blocks
 
-__all__ = ["StaticBatch", "StaticBlock", "StaticExchange", "compile_cases", "static_mailbox_bytes"]
+__all__ = ["StaticExchange", "compile_cases", "static_mailbox_bytes"]
 
 _ROUTES = 512
 
@@ -80,51 +81,9 @@ def static_mailbox_bytes(*, num_ranks: int, num_experts: int, max_in_flight: int
     return windows_for(max_in_flight) * num_ranks * (card_bytes(num_experts, num_ranks) + READY_BYTES)
 
 
-class StaticBatch(NamedTuple):
-    """What one rank sends: rows, ids, weights; `[B, E]` int32 counts before each block of ids; the signature."""
-
-    rows: Tensor
-    ids: Tensor
-    weights: Tensor | None
-    before: Tensor
-    signature: int
-
-
-@dataclasses.dataclass
-class StaticBlock:
-    """Everything that belongs to the rows of one dispatch, until the next into the same block.
-
-    Attributes:
-        placed: the rows; `combined` is the ticket of the readiness of a combine.
-        places: offsets of rows and weights in the region of all ranks.
-        addresses, values: `[R]` int64, where everybody's blocks of the last dispatch are.
-        outputs: `[R]` int64, where everybody's rows of the last combine are.
-        announced, pushed, released: one int64 each: tickets.
-        planned: `[Tmax, K]` int64.
-        bases: `[E]` int64.
-        totals: `[E + R]` int32: my counts.
-        scratch: for planning.
-        batch: between `announce` and `push`.
-    """
-
-    placed: Placed
-    places: tuple[int, int]
-    addresses: Tensor
-    values: Tensor
-    outputs: Tensor
-    announced: Tensor
-    pushed: Tensor
-    released: Tensor
-    planned: Tensor
-    bases: Tensor
-    totals: Tensor
-    scratch: Scratch
-    batch: StaticBatch | None = None
-
-
 @final
 class StaticExchange:
-    """Throughput calls of one rank in the layout expert_major, in blocks and outputs that all ranks address.
+    """Throughput calls of one rank, expert_major or flat, in blocks and outputs that all ranks address.
 
     Arguments:
         exchange: the rank's; its `check` tells what goes wrong here, too.
@@ -146,51 +105,42 @@ class StaticExchange:
         self._mailbox, self._ready_mailbox = mailboxes[control.rank], mailboxes[control.rank] + ready
         self._regions, self._region = self._table(regions), regions[control.rank]
         self._first_bad = self._table([NOWHERE])
+        num_experts, ranks = exchange.experts[0].numel(), torch.arange(control.num_ranks, dtype=torch.int32)
+        self._by_expert = Groups(*exchange.experts, 0)
+        self._by_rank = Groups(ranks.to(self._device), torch.zeros_like(ranks, device=self._device), num_experts)
 
     def _table(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
-    def block(self, form: Form, rows_at: int, values_at: int, max_tokens: int) -> StaticBlock:
+    def block(
+        self, form: Form, rows_at: int, values_at: int, max_tokens: int, *, ids_at: int | None = None
+    ) -> StaticBlock:
         """A place for the rows of a dispatch; made before a graph is captured. Its offset may differ between ranks.
 
         Arguments:
-            form: of the calls that fill it, the same on every rank; `capacity` is 0.
+            form: of the calls that fill it, the same on every rank; `capacity` is 0 (flat: and `alignment` 1).
             rows_at: offset in my region of `[num_rows, H]`, all zero, a multiple of 16.
-            values_at: the same of weights `[num_rows]`; unused where none travel.
+            values_at: the same of weights `[num_rows]`, flat: `[num_rows, K]`; unused where none travel.
             max_tokens: most T of this rank.
+            ids_at: flat: the same of local ids `[num_rows, K]` int32; None: the layout is expert_major. Of a flat block
+                nothing needs to be zero.
 
         Raises:
-            ValueError: the form is of a slab, or an offset is no multiple of 16.
+            ValueError: the form is of a slab, flat rows are aligned, or an offset is no multiple of 16.
         """
-        exchange = self._exchange
-        _, num_ranks, num_experts, num_local = exchange.sizes
+        exchange, is_flat = self._exchange, ids_at is not None
         if form.capacity:
-            raise ValueError(f"form has slabs of {form.capacity} rows; a static receive is expert_major")
-        if rows_at % 16 or (form.value_bytes and values_at % 16):
-            raise ValueError(f"rows_at is {rows_at}, values_at {values_at}; wanted multiples of 16")
+            raise ValueError(f"form has slabs of {form.capacity} rows; a static receive is expert_major or flat")
+        if is_flat and form.alignment != 1:
+            raise ValueError(f"form aligns experts to {form.alignment} rows; flat rows are not grouped by expert")
+        places = Places(rows_at, values_at, ids_at or 0)
+        if rows_at % 16 or (form.value_bytes and values_at % 16) or places.ids % 16:
+            raise ValueError(f"rows_at is {rows_at}, values_at {values_at}, ids_at {ids_at}; wanted multiples of 16")
         exchange.max_topk = max(exchange.max_topk, form.num_topk)
-
-        def routes() -> Tensor:
-            return torch.full((max_tokens, form.num_topk), -1, dtype=torch.int64, device=self._device)
-
-        arrived = make_arrived(num_ranks, num_experts, num_local, self._device)
-        values = self._region + values_at if form.value_bytes else 0
-        block = Block(self._region + rows_at, values, form.row_bytes, form.value_bytes)
-        arrived = arrived._replace(tokens_per_expert=exchange.tokens_per_expert)
-        return StaticBlock(
-            placed=Placed(form, block, arrived, routes(), self._table([0])),
-            places=(rows_at, values_at),
-            addresses=self._table([0] * num_ranks),
-            values=self._table([0] * num_ranks),
-            outputs=self._table([0] * num_ranks),
-            announced=self._table([0]),
-            pushed=self._table([0]),
-            released=self._table([0]),
-            planned=routes(),
-            bases=torch.zeros(num_experts, dtype=torch.int64, device=self._device),
-            totals=torch.zeros(num_experts + num_ranks, dtype=torch.int32, device=self._device),
-            scratch=make_scratch(num_ranks, num_experts, self._device),
-        )
+        groups = self._by_rank if is_flat else self._by_expert
+        _, num_ranks, num_experts, _ = exchange.sizes
+        how = (self._region, max_tokens, (num_ranks, num_experts), exchange.tokens_per_expert)
+        return make_static_block(form, places, groups, *how, is_flat=is_flat)
 
     # -- dispatch ------------------------------------------------------------------------------------------------------
 
@@ -214,13 +164,14 @@ class StaticExchange:
         placed.num_tokens = topk_idx.shape[0]
         expert_rank, _ = exchange.experts
         num_experts, num_ranks = expert_rank.numel(), exchange.control.num_ranks
-        before = count_by_expert(topk_idx, num_experts, block.totals[:num_experts]).before
-        count_by_rank(topk_idx, expert_rank, num_ranks, block.totals[num_experts:])
+        by_expert = count_by_expert(topk_idx, num_experts, block.totals[:num_experts])
+        by_rank = count_by_rank(topk_idx, expert_rank, num_ranks, block.totals[num_experts:])
         find_bad(topk_idx, num_experts, self._first_bad)
         announce(
             *(exchange.control, exchange.announcements, block.announced, block.totals, topk_idx, self._first_bad),
             *(self._mailboxes, signature, block.places),
         )
+        before = (by_rank if block.is_flat else by_expert).before
         block.batch = StaticBatch(x, topk_idx, topk_weights, before, signature)
 
     def push(self, block: StaticBlock) -> None:
@@ -232,28 +183,26 @@ class StaticExchange:
         control, placed, num_tokens = exchange.control, block.placed, ids.shape[0]
         plan_announced(
             *(control, exchange.announcements.slot, block.announced, self._mailbox, signature),
-            *(exchange.experts, placed.form, (self._regions, block.addresses, block.values)),
+            *(exchange.experts, block.groups, placed.form, (self._regions, block.addresses)),
             *(block.bases, block.scratch, placed.arrived),
         )
-        planned, device = block.planned[:num_tokens], ids.device
-        expert_rank, _ = exchange.experts
-        launch(
-            plan_experts_kernel,
-            before.shape[0],
-            device,
-            *(ids, ids.numel(), expert_rank, expert_rank.numel(), block.bases, before, planned),
-            IDS=IDS,
-        )
+        planned, (expert_rank, expert_local) = block.planned[:num_tokens], exchange.experts
+        route = route_by_rank if block.is_flat else route_by_expert
+        route(ids, expert_rank, block.bases, before, planned)
         launch(
             settle_routes_kernel,
             num_blocks(planned.numel(), _ROUTES),
-            device,
+            ids.device,
             *(planned, placed.routes, planned.numel(), control.status),
             ROUTES=_ROUTES,
         )
-        push_rows(x, planned, block.addresses)
-        if weights is not None:
-            push_rows(weights.view(-1, 1), planned.view(-1, 1), block.values)
+        rows, values, local_ids = block.addresses
+        push_rows(x, planned, rows)
+        if block.is_flat:
+            where = None if weights is None else values
+            push_flat_metadata(ids, weights, planned, expert_rank, expert_local, local_ids, where)
+        elif weights is not None:
+            push_rows(weights.view(-1, 1), planned.view(-1, 1), values)
         zero_rows(control.status, placed.arrived.spans, placed.block)
         _begin_call(control, exchange.pushes, block.pushed)
 
@@ -288,8 +237,7 @@ class StaticExchange:
         target, arrived = self._region + place, placed.arrived
         if y.data_ptr() != target:
             rows = y.data_ptr(), row_bytes
-            named = arrived.first_rows, arrived.num_tokens_per_expert
-            copy_outputs(exchange.control, exchange.readiness, rows, *named, target)
+            copy_outputs(exchange.control, exchange.readiness, rows, arrived.first_rows, block.lengths, target)
         send_place(exchange.control, exchange.readiness, placed.combined, place, self._ready_mailboxes, signature)
 
     def sum_rows(self, block: StaticBlock, out: Tensor, *, signature: int, topk_weights: Tensor | None = None) -> None:

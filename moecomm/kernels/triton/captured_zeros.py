@@ -1,4 +1,7 @@
-"""Zeros where a fixed block held rows before and holds none now, and between the rows of its experts."""
+"""What a fixed block holds where no row goes that held one before, and between the rows of its experts.
+
+Rows and weights are zero there, local ids -1.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from torch import Tensor
 
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.lanes import unless_failed
-from moecomm.kernels.triton.runtime import alignment_of, launch
-from moecomm.kernels.triton.tiles import Moves, moves_of, row_pointers, tile_of
+from moecomm.kernels.triton.runtime import alignment_of, launch, num_blocks
+from moecomm.kernels.triton.tiles import Moves, Tile, moves_of, row_pointers, tile_of
 
 __all__ = ["Block", "compile_cases", "moves_constants", "zero_rows"]
 
-_ROWS = 1024  # tiles are cut as for so many, and so many programs share what there is
+_ROWS = 1024  # tiles are cut as for so many, and the programs for at most so many share what there is
+_MOST_TOKENS = 32
 _MOST_PROGRAMS = 256
 
 
@@ -27,12 +31,18 @@ class Block(NamedTuple):
         values: address of the weights, in the same order; 0 = none.
         row_bytes: of one.
         value_bytes: of a weight; 0 = none.
+        num_rows: of the block.
+        ids: flat: address of local ids `[num_rows, K]` int32; weights are `[num_rows, K]` then.
+        num_topk: flat: K; 0 = the layout is another.
     """
 
     rows: int
     values: int
     row_bytes: int
     value_bytes: int
+    num_rows: int
+    ids: int = 0
+    num_topk: int = 0
 
 
 @triton.jit(
@@ -46,6 +56,7 @@ def zero_rows_kernel(
     rows: tl.int64,
     num_units: tl.int32,
     values: tl.int64,
+    FILL: tl.constexpr,
     VALUE_BYTES: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -54,7 +65,7 @@ def zero_rows_kernel(
     COLUMNS: tl.constexpr,
     SPANS: tl.constexpr,
 ) -> None:
-    """Writes zeros to the rows and weights of `spans` `[2, num_spans]` int64, begins and ends."""
+    """Writes FILL, 0 or -1, to the rows of `spans` `[2, num_spans]` int64, begins and ends, and 0 to their weights."""
     num_columns = num_units * PER_UNIT
     row_bytes = tl.cast(num_units, tl.int64) * ALIGNMENT
     # Weights become zero where a row has no bytes, too.
@@ -65,7 +76,7 @@ def zero_rows_kernel(
     ends = tl.cumsum(length, axis=0)
     num_rows = unless_failed(status, tl.sum(length, axis=0))
     num_tiles = tl.cdiv(num_rows, TOKENS) * num_pieces
-    nothing = tl.zeros((TOKENS, COLUMNS), dtype=DTYPE)
+    nothing = tl.full((TOKENS, COLUMNS), FILL, dtype=DTYPE)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         i = (tile // num_pieces) * TOKENS + tl.arange(0, TOKENS)
         c = ((tile % num_pieces) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -82,20 +93,41 @@ def zero_rows_kernel(
 
 
 def zero_rows(status: Tensor, spans: Tensor, block: Block) -> None:
-    """Writes zeros to the rows and weights of `spans` `[2, n]` int64, begins and ends, unless a call has failed."""
+    """Blanks the rows of `spans` `[2, n]` int64, begins and ends, with weights and ids, unless a call has failed."""
+    _, values, row_bytes, value_bytes, num_rows, ids, num_topk = block
+    if num_topk == 0:
+        _fill_rows(status, spans, block, 0)
+        return
+    _fill_rows(status, spans, Block(block.rows, 0, row_bytes, 0, num_rows), 0)
+    if value_bytes:
+        _fill_rows(status, spans, Block(values, 0, value_bytes * num_topk, 0, num_rows), 0)
+    _fill_rows(status, spans, Block(ids, 0, 4 * num_topk, 0, num_rows), -1)
+
+
+def _fill_rows(status: Tensor, spans: Tensor, block: Block, fill: int) -> None:
+    """Writes `fill` to rows, and 0 to weights, of which each row has one."""
     moves = moves_of(block.row_bytes, alignment_of(block.rows, block.row_bytes))
-    tile = tile_of(_ROWS, moves)
+    tile = _tile_of(moves, block.num_rows)
     launch(
         zero_rows_kernel,
         min(_MOST_PROGRAMS, max(1, tile.num_programs)),
         spans.device,
         *(status, spans, spans.shape[1], block.rows, moves.num_units, block.values),
+        FILL=fill,
         VALUE_BYTES=block.value_bytes,
         **moves_constants(moves),
-        TOKENS=min(tile.tokens, 32),
+        TOKENS=tile.tokens,
         COLUMNS=tile.columns,
         SPANS=triton.next_power_of_2(spans.shape[1]),
     )
+
+
+def _tile_of(moves: Moves, num_rows: int = _ROWS) -> Tile:
+    """Of few rows, for each is compared with all spans; the same tile however many rows there are."""
+    tile = tile_of(_ROWS, moves)
+    tokens = min(tile.tokens, _MOST_TOKENS)
+    num_tiles = num_blocks(min(num_rows, _ROWS), tokens) * num_blocks(moves.num_columns, tile.columns)
+    return Tile(tokens, tile.columns, num_tiles)
 
 
 def moves_constants(moves: Moves) -> dict[str, Any]:
@@ -104,18 +136,24 @@ def moves_constants(moves: Moves) -> dict[str, Any]:
 
 
 def compile_cases() -> list[CompileCase]:
-    """Weights of both sizes and none; long and short rows, few experts and many."""
+    """Weights of both sizes and none; long and short rows, few experts and many; ids."""
     types = {"status": "*i64", "spans": "*i64", "num_spans": "i32", "num_units": "i32"}
     cases = []
-    for value_bytes, row_bytes, spans in ((4, 14336, 64), (8, 512, 256), (0, 14336, 64)):
+    for fill, value_bytes, row_bytes, spans in (
+        (0, 4, 14336, 64),
+        (0, 8, 512, 256),
+        (0, 0, 14336, 64),
+        (-1, 0, 32, 2),
+    ):
         moves = moves_of(row_bytes, 16)
-        tile = tile_of(_ROWS, moves)
-        constants = {"VALUE_BYTES": value_bytes, **moves_constants(moves)}
-        constants |= {"TOKENS": min(tile.tokens, 32), "COLUMNS": tile.columns, "SPANS": spans}
+        tile = _tile_of(moves)
+        constants = {"FILL": fill, "VALUE_BYTES": value_bytes, **moves_constants(moves)}
+        constants |= {"TOKENS": tile.tokens, "COLUMNS": tile.columns, "SPANS": spans}
         types |= dict.fromkeys(constants, "constexpr")
         cases.append(
             CompileCase(
-                name=f"zero_rows {tile.columns} columns, weights of {value_bytes} bytes, {spans} spans",
+                name=f"zero_rows {tile.columns} columns{' of -1' if fill else ''}, weights of {value_bytes} bytes, "
+                f"{spans} spans",
                 kernel=zero_rows_kernel,
                 signature={name: types.get(name, "i64") for name in zero_rows_kernel.arg_names},
                 constexprs=constants,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.counts import IDS, count_by_expert, count_by_rank, rank_tile, ranks_of_tokens
-from moecomm.kernels.triton.runtime import launch, num_blocks
+from moecomm.kernels.triton.runtime import launch
 
-__all__ = ["compile_cases", "plan_by_expert", "plan_by_rank"]
+__all__ = ["compile_cases", "plan_by_expert", "plan_by_rank", "route_by_expert", "route_by_rank"]
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_experts"])
@@ -82,31 +82,38 @@ def plan_ranks_kernel(
 
 def plan_by_expert(ids: Tensor, expert_rank: Tensor, bases: Tensor) -> Tensor:
     """`plan_expert_major` of contiguous ids; arguments are checked."""
-    num_experts = expert_rank.numel()
     routes = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-    before = count_by_expert(ids, num_experts).before
-    args = (ids, ids.numel(), expert_rank, num_experts, bases, before, routes)
-    launch(plan_experts_kernel, before.shape[0], ids.device, *args, IDS=IDS)
+    route_by_expert(ids, expert_rank, bases, count_by_expert(ids, expert_rank.numel()).before, routes)
     return routes
+
+
+def route_by_expert(ids: Tensor, expert_rank: Tensor, bases: Tensor, before: Tensor, routes: Tensor) -> None:
+    """`plan_by_expert` with `before` of `count_by_expert`, to `routes` `[T, K]` int64."""
+    args = (ids, ids.numel(), expert_rank, expert_rank.numel(), bases, before, routes)
+    launch(plan_experts_kernel, before.shape[0], ids.device, *args, IDS=IDS)
 
 
 def plan_by_rank(ids: Tensor, expert_rank: Tensor, bases: Tensor) -> Tensor:
     """`plan_flat` of contiguous ids; arguments are checked."""
+    routes = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+    route_by_rank(ids, expert_rank, bases, count_by_rank(ids, expert_rank, bases.numel()).before, routes)
+    return routes
+
+
+def route_by_rank(ids: Tensor, expert_rank: Tensor, bases: Tensor, before: Tensor, routes: Tensor) -> None:
+    """`plan_by_rank` with `before` of `count_by_rank`, to `routes` `[T, K]` int64."""
     num_tokens, num_topk = ids.shape
     num_ranks = bases.numel()
     tile = rank_tile(num_topk, num_ranks)
-    routes = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-    before = count_by_rank(ids, expert_rank, num_ranks).before
     launch(
         plan_ranks_kernel,
-        num_blocks(num_tokens, tile.tokens),
+        before.shape[0],
         ids.device,
         *(ids, num_tokens, num_topk, expert_rank, expert_rank.numel(), num_ranks, bases, before, routes),
         TOKENS=tile.tokens,
         CHOICES=tile.choices,
         RANKS=tile.ranks,
     )
-    return routes
 
 
 def compile_cases() -> list[CompileCase]:
