@@ -228,4 +228,4 @@ class PlanTile(NamedTuple):
 def plan_tile(num_ranks: int) -> PlanTile:
     """As many as the registers of a program hold: the compilers of all supported versions spill none."""
     ranks = int(triton.next_power_of_2(num_ranks))
-    return PlanTile(max(16, min(64, 512 // ranks)), 4) if ranks <= 16 else PlanTile(max(16, 2048 // ranks), 8)
+    return PlanTile(32, 4) if ranks <= 16 else PlanTile(max(16, 2048 // ranks), 8)
