@@ -43,8 +43,8 @@ class DeviceSequencer(Sequencer):
         if self._queue.is_capturing():
             raise ValueError(
                 f"{call.operation.title}: hosts take part in this call, so no graph can hold it. Low-latency calls can "
-                "be captured, and throughput calls with a capacity, where autograd does not record them and their handle "
-                "comes from such a call"
+                "be captured, and throughput calls with a capacity, where autograd does not record them and their "
+                "handle comes from such a call"
             )
         self.before_begin()
         try:
