@@ -17,16 +17,15 @@ from typing import Any
 import torch
 
 from moecomm import _C
-from moecomm.algorithms.base import Algorithm
-from moecomm.algorithms.calls import Call
 from moecomm.algorithms.captured_blocks import BlockPool, Lease
 from moecomm.algorithms.captured_calls import CapturedCombine, CapturedDispatch
+from moecomm.algorithms.device_algorithm import DeviceAlgorithm
 from moecomm.algorithms.device_calls import DeviceCalls
 from moecomm.algorithms.device_sequencer import DeviceSequencer
 from moecomm.algorithms.eager import Eager
 from moecomm.algorithms.eager_sizes import EagerForm, EagerSizes
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.routing import Routing
+from moecomm.algorithms.routing import DeviceRouting, Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 from moecomm.devices.base import AsynchronousDevice
@@ -39,7 +38,7 @@ _VALUE_BYTES = 8
 _WIDTHS = (8, 4, 2)  # of the widest number, as memory allows
 
 
-class Captured(Algorithm):
+class Captured(DeviceAlgorithm):
     """The low-latency exchange of a device. Construction is collective.
 
     Arguments:
@@ -57,12 +56,13 @@ class Captured(Algorithm):
     """
 
     name = "captured"
+    dispatching, combining = Operation.EAGER_DISPATCH, Operation.EAGER_COMBINE
 
     def __init__(self, exchange: Exchange, sizes: EagerSizes, max_in_flight: int, timeout: float) -> None:
         device, queue = exchange.device, exchange.queue
         assert isinstance(device, AsynchronousDevice)
         assert isinstance(queue, OrderedQueue)
-        self._exchange = exchange
+        self.exchange = exchange
         self.device = device
         self.queue = queue
         self.placement = exchange.placement
@@ -85,11 +85,11 @@ class Captured(Algorithm):
         self.pool = BlockPool(exchange, queue)
         exchange.memory.reclaim = self.pool.release
         if not self.refusal:
-            self._hosted = Eager(exchange, exchange.topology, self._sizes, max_in_flight)
+            self.hosted = Eager(exchange, exchange.topology, self._sizes, max_in_flight)
 
     def _fitting(self, sizes: EagerSizes, max_in_flight: int) -> tuple[EagerSizes, CapturedMemory, int]:
         """Sizes for the widest numbers for which there is memory, what kernels need for them, and bytes in all."""
-        exchange = self._exchange
+        exchange = self.exchange
         num_ranks = exchange.transport.num_ranks
         for widest in _WIDTHS:
             found = sizes.narrowed(widest)
@@ -108,7 +108,7 @@ class Captured(Algorithm):
         return found, needed, total
 
     def _make_kernels(self, needed: CapturedMemory, max_in_flight: int, timeout: float) -> CapturedCalls:
-        exchange, transport = self._exchange, self._exchange.transport
+        exchange, transport = self.exchange, self.exchange.transport
         ranks = range(transport.num_ranks)
 
         def everybodys(nbytes: int) -> list[int]:
@@ -182,44 +182,20 @@ class Captured(Algorithm):
     def is_by_device(self, routing: Routing | None, *, is_hosted: bool, is_fixed: bool) -> bool:
         return not is_hosted and (routing is None or routing.on_device is not None)
 
-    def begin_dispatch(
+    def make_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
-    ) -> Call:
-        known = None if routing.routes is None else routing
-        if not self.is_by_device(known, is_hosted=routing.is_hosted, is_fixed=True):
-            return self._hosted.begin_dispatch(x, routing.known_to_host(), row_format, topk_weights)
-        try:
-            dispatch = CapturedDispatch(self, x, routing, row_format, topk_weights)
-        except Exception as error:  # there is no block
-            self._exchange.refuse_by_device(Operation.EAGER_DISPATCH, error)
-            raise
-        return self._exchange.begin_by_device(dispatch)
+    ) -> CapturedDispatch:
+        return CapturedDispatch(self, x, routing, row_format, topk_weights)
 
-    def begin_combine(
+    def make_combine(
         self,
         y: torch.Tensor,
+        known: DeviceRouting,
         routing: Routing,
         row_format: RowFormat,
-        *,
         topk_weights: torch.Tensor | None,
-        values: torch.Tensor | None,
-        may_change: bool,
-        per_host: bool = False,
-    ) -> Call:
-        known = routing.on_device
-        if known is None or routing.is_hosted or values is not None:
-            return self._hosted.begin_combine(
-                y,
-                routing.known_to_host(),
-                row_format,
-                topk_weights=topk_weights,
-                values=values,
-                may_change=may_change,
-            )
-        self._exchange.memory.num_copies += 1
-        try:
-            combine = CapturedCombine(self, y, known, routing, row_format, topk_weights)
-        except Exception as error:
-            self._exchange.refuse_by_device(Operation.EAGER_COMBINE, error)
-            raise
-        return self._exchange.begin_by_device(combine)
+        *,
+        per_host: bool,  # on a device, in one domain: the same
+    ) -> CapturedCombine:
+        self.exchange.memory.num_copies += 1
+        return CapturedCombine(self, y, known, routing, row_format, topk_weights)

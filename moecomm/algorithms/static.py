@@ -16,14 +16,13 @@ from __future__ import annotations
 import torch
 
 from moecomm import _C
-from moecomm.algorithms.base import Algorithm
-from moecomm.algorithms.calls import Call
 from moecomm.algorithms.captured import Captured
 from moecomm.algorithms.captured_blocks import Lease
+from moecomm.algorithms.device_algorithm import DeviceAlgorithm
 from moecomm.algorithms.eager_sizes import EagerForm, EagerSizes
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.rendezvous import Rendezvous
-from moecomm.algorithms.routing import Routing
+from moecomm.algorithms.routing import DeviceRouting, Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.algorithms.static_calls import StaticCombine, StaticDispatch
 from moecomm.codecs.base import RowFormat
@@ -32,7 +31,7 @@ from moecomm.kernels.captured import StaticCalls
 __all__ = ["Static"]
 
 
-class Static(Algorithm):
+class Static(DeviceAlgorithm):
     """The throughput exchange of a device. Construction is collective.
 
     Arguments:
@@ -48,10 +47,11 @@ class Static(Algorithm):
     """
 
     name = "static"
+    dispatching, combining = Operation.DISPATCH, Operation.COMBINE
 
     def __init__(self, exchange: Exchange, captured: Captured, sizes: EagerSizes, max_in_flight: int) -> None:
-        self._exchange = exchange
-        self._hosted = Rendezvous(exchange)
+        self.exchange = exchange
+        self.hosted = Rendezvous(exchange)
         self._sizes = sizes
         self.captured = captured
         self.memory = exchange.memory
@@ -79,7 +79,7 @@ class Static(Algorithm):
         value_bytes = 0 if topk_weights is None else topk_weights.element_size()
         how = (routing.layout, routing.capacity, routing.expert_alignment, row_format, routing.topk_idx.shape[1])
         form = self._sizes.form(*how, value_bytes)
-        limit = self._exchange.smallest_limit
+        limit = self.exchange.smallest_limit
         if form.block.nbytes > limit:
             raise self.memory.exceeded("dispatch", "every rank", form.block.nbytes, limit)
         return form
@@ -110,44 +110,19 @@ class Static(Algorithm):
     def is_by_device(self, routing: Routing | None, *, is_hosted: bool, is_fixed: bool) -> bool:
         return not is_hosted and (is_fixed if routing is None else routing.on_device is not None)
 
-    def begin_dispatch(
+    def make_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
-    ) -> Call:
-        known = None if routing.routes is None else routing
-        if not self.is_by_device(known, is_hosted=routing.is_hosted, is_fixed=routing.capacity > 0):
-            return self._hosted.begin_dispatch(x, routing.known_to_host(), row_format, topk_weights)
-        try:
-            dispatch = StaticDispatch(self, x, routing, row_format, topk_weights)
-        except Exception as error:  # there is no block
-            self._exchange.refuse_by_device(Operation.DISPATCH, error)
-            raise
-        return self._exchange.begin_by_device(dispatch)
+    ) -> StaticDispatch:
+        return StaticDispatch(self, x, routing, row_format, topk_weights)
 
-    def begin_combine(
+    def make_combine(
         self,
         y: torch.Tensor,
+        known: DeviceRouting,
         routing: Routing,
         row_format: RowFormat,
-        *,
         topk_weights: torch.Tensor | None,
-        values: torch.Tensor | None,
-        may_change: bool,
-        per_host: bool = False,
-    ) -> Call:
-        known = routing.on_device
-        if known is None or routing.is_hosted or values is not None:
-            return self._hosted.begin_combine(
-                y,
-                routing.known_to_host(),
-                row_format,
-                topk_weights=topk_weights,
-                values=values,
-                may_change=may_change,
-                per_host=per_host,
-            )
-        try:
-            combine = StaticCombine(self, y, known, routing, row_format, topk_weights, per_host=per_host)
-        except Exception as error:  # there is no memory for a copy
-            self._exchange.refuse_by_device(Operation.COMBINE, error)
-            raise
-        return self._exchange.begin_by_device(combine)
+        *,
+        per_host: bool,
+    ) -> StaticCombine:
+        return StaticCombine(self, y, known, routing, row_format, topk_weights, per_host=per_host)
