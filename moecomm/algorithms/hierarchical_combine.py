@@ -19,7 +19,7 @@ from moecomm.algorithms.hops import Choice
 from moecomm.algorithms.mailbox import Card
 from moecomm.algorithms.plan import block_layout
 from moecomm.algorithms.rail_requests import requests_for, requests_per_domain
-from moecomm.algorithms.rails import Entries, RailRoutes, Rails, tensor_at
+from moecomm.algorithms.rails import Entries, RailRoutes, Rails, copy_rows, tensor_at
 from moecomm.algorithms.rendezvous_combine import Combine
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.traffic import Traffic
@@ -289,7 +289,7 @@ class _RequestsOut:
         combine: whose they are.
         rail: to whom they go.
         entries: what is asked for.
-        weights: `[n, K]` of the entries' rows, or None.
+        weights: `[n, K]` of the entries' rows, contiguous, or None.
         first_row: where the first answer belongs among all.
     """
 
@@ -309,11 +309,9 @@ class _RequestsOut:
         end = self._next = min(begin + form.most_rows, len(entries.tokens))
         num_rows = end - begin
         at_ids, at_weights = form.addresses(outbox, num_rows)
-        ids = entries.ids[begin:end]
-        tensor_at(at_ids, combine.rails.id_dtype, ids.shape).copy_(ids)
+        copy_rows(entries.ids, begin, end, at_ids)
         if self._weights is not None:
-            weights = self._weights[begin:end]
-            tensor_at(at_weights, weights.dtype, weights.shape).copy_(weights)
+            copy_rows(self._weights, begin, end, at_weights)
         assert combine.landing is not None
         row = self._first_row + begin
         rows_at, values_at = (

@@ -14,7 +14,7 @@ import torch
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Phase
 from moecomm.algorithms.channels import HEADER_BYTES, Channels, Chunk, ChunkForm
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.rails import RailRoutes, Rails, tensor_at
+from moecomm.algorithms.rails import Entries, RailRoutes, Rails, copy_rows, tensor_at
 from moecomm.algorithms.rendezvous_dispatch import Dispatch
 from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.traffic import Traffic
@@ -57,15 +57,14 @@ class HierarchicalDispatch(Dispatch):
         value_bytes = 0 if topk_weights is None else topk_weights.element_size()
         self.arrays = (rails.id_dtype.itemsize * num_topk, value_bytes * num_topk, *row_format.plane_bytes)
         self.form = ChunkForm(channels.chunk_bytes, self.arrays)
-        # Rows for each other domain, by domain: their tokens.
-        self.tokens: dict[int, torch.Tensor] = {}
+        # What goes to each other domain.
+        self.entries: list[Entries] = []
         self.num_pairs = 0
 
     def _announcement(self) -> tuple[int, ...]:
-        if not self.tokens:
-            concerned = self.rails.concerned(self.routing.topk_idx)
-            self.tokens = {domain: concerned[:, domain].nonzero().squeeze(1) for domain in self.channels.rails}
-            self.num_pairs = sum(len(tokens) for tokens in self.tokens.values())
+        if not self.entries:
+            self.entries = self.rails.entries(self.routing.topk_idx, self.channels.rails)
+            self.num_pairs = sum(len(one.tokens) for one in self.entries)
         return (self.num_pairs,)
 
     def _costs(self, counts: npt.NDArray[np.int32], num_pairs: int) -> tuple[int, int]:
@@ -134,10 +133,7 @@ class HierarchicalDispatch(Dispatch):
         if self.traffic is None:
             planes = self.row_format.encode(self.x)
             me = weakref.proxy(self)  # what is left of the traffic of a failed call must not keep its memory
-            outgoing = []
-            for domain, tokens in self.tokens.items():
-                if len(tokens):
-                    outgoing.append(_RowsOut(me, domain, tokens, planes))
+            outgoing = [_RowsOut(me, entries, planes) for entries in self.entries if len(entries.tokens)]
             self.traffic = Traffic(self.channels, self.call.sequence, outgoing)
         return self.traffic
 
@@ -203,39 +199,37 @@ class _RowsOut:
 
     Arguments:
         dispatch: whose rows they are.
-        domain: where they go.
-        tokens: which, ascending.
+        entries: where they go, and which.
         planes: of the rows of all tokens.
     """
 
-    def __init__(
-        self, dispatch: HierarchicalDispatch, domain: int, tokens: torch.Tensor, planes: tuple[torch.Tensor, ...]
-    ) -> None:
-        self.rail = dispatch.channels.rails[domain]
+    def __init__(self, dispatch: HierarchicalDispatch, entries: Entries, planes: tuple[torch.Tensor, ...]) -> None:
+        self.rail = dispatch.channels.rails[entries.domain]
         self._dispatch = dispatch
-        self._domain = domain
-        self._tokens = tokens
+        self._ids = entries.ids
+        self._tokens = entries.tokens.numpy()
+        weights = dispatch.topk_weights
+        self._weights = None if weights is None else weights.index_select(0, entries.tokens)
         self._planes = planes
         # Where in its chunk each token's row goes.
-        self._packed = torch.full((len(dispatch.x), 1), -1, dtype=torch.int64)
-        self._packed[tokens, 0] = torch.arange(len(tokens)) % dispatch.form.most_rows
+        packed = np.full((len(dispatch.x), 1), -1, dtype=np.int64)
+        packed[self._tokens, 0] = np.arange(len(self._tokens)) % dispatch.form.most_rows
+        self._packed = torch.from_numpy(packed)
         self._next = 0
 
     def write_next(self, outbox: int) -> tuple[Chunk, int]:
-        dispatch, form = self._dispatch, self._dispatch.form
+        dispatch, form, tokens = self._dispatch, self._dispatch.form, self._tokens
         begin = self._next
-        end = self._next = min(begin + form.most_rows, len(self._tokens))
+        end = self._next = min(begin + form.most_rows, len(tokens))
         num_rows = end - begin
-        tokens = self._tokens[begin:end]
         at_ids, at_weights, *at_planes = form.addresses(outbox, num_rows)
-        ids = dispatch.rails.ids_in(self._domain, dispatch.routing.topk_idx[tokens])
-        tensor_at(at_ids, dispatch.rails.id_dtype, ids.shape).copy_(ids)
-        if dispatch.topk_weights is not None:
-            weights = dispatch.topk_weights[tokens]
-            tensor_at(at_weights, weights.dtype, weights.shape).copy_(weights)
-        reach = slice(int(tokens[0]), int(tokens[-1]) + 1)
+        copy_rows(self._ids, begin, end, at_ids)
+        if self._weights is not None:
+            copy_rows(self._weights, begin, end, at_weights)
+        reach = slice(int(tokens[begin]), int(tokens[end - 1]) + 1)
+        packed = self._packed[reach]
         for plane, address in zip(self._planes, at_planes, strict=True):
-            dispatch.exchange.kernels.push_rows(plane[reach], self._packed[reach], [address])
+            dispatch.exchange.kernels.push_rows(plane[reach], packed, [address])
         nbytes = form.nbytes(num_rows)
         dispatch.exchange.hops.between += HEADER_BYTES + nbytes
-        return Chunk(0, num_rows, end == len(self._tokens), _NOWHERE), nbytes
+        return Chunk(0, num_rows, end == len(tokens), _NOWHERE), nbytes

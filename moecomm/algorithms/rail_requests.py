@@ -69,7 +69,7 @@ def requests_for(rails: Rails, routing: Routing) -> Requests:
         else:
             is_meant = torch.arange(topk_idx.shape[1]) == slots[:, None]
         is_meant = torch.where(whole[:, None], topk_idx[tokens] >= 0, is_meant)
-        entries.append(Entries(domain, tokens, torch.where(is_meant, topk_idx[tokens], -1).to(torch.int32)))
+        entries.append(Entries(domain, tokens, torch.where(is_meant, topk_idx[tokens], -1).to(rails.id_dtype)))
         is_whole.append(whole)
         answers = torch.arange(row, row + len(tokens))
         home_routes[tokens[~whole], slots[~whole]] = make_route(num_ranks, 0) + answers[~whole]
@@ -81,11 +81,10 @@ def requests_for(rails: Rails, routing: Routing) -> Requests:
 def requests_per_domain(rails: Rails, routing: Routing) -> Requests:
     """Requests for one sum per token and domain; sums are added in ascending domain."""
     topk_idx, num_ranks = routing.topk_idx, rails.placement.num_ranks
-    concerned = rails.concerned(topk_idx)
-    per_domain = []
-    for domain in range(rails.topology.num_domains):
-        tokens = concerned[:, domain].nonzero().squeeze(1)
-        per_domain.append(Entries(domain, tokens, rails.ids_in(domain, topk_idx[tokens])))
+    per_domain = rails.entries(topk_idx, range(rails.topology.num_domains))
+    concerned = torch.zeros(topk_idx.shape[0], len(per_domain), dtype=torch.bool)
+    for one in per_domain:
+        concerned[one.tokens, one.domain] = True
     num_columns = max(1, min(topk_idx.shape[1], len(per_domain)))
     routes = torch.full((topk_idx.shape[0], num_columns), -1, dtype=torch.int64)
     columns = concerned.cumsum(dim=1) - 1

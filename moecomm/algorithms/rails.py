@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from moecomm.kernels.base import ROW_BITS, RowKernels
 from moecomm.placement import Placement
 from moecomm.topology import Topology
 
-__all__ = ["Entries", "RailRoutes", "Rails", "tensor_at"]
+__all__ = ["Entries", "RailRoutes", "Rails", "copy_rows", "tensor_at"]
 
 
 class Entries(NamedTuple):
@@ -29,7 +29,7 @@ class Entries(NamedTuple):
     Attributes:
         domain: which.
         tokens: `[n]` int64, ascending.
-        ids: `[n, K]` int32: the experts of the domain that the entry is about, -1 elsewhere.
+        ids: `[n, K]`, contiguous, as they travel: the experts of the domain that the entry is about, -1 elsewhere.
     """
 
     domain: int
@@ -64,29 +64,34 @@ class Rails:
         self.domain_of_rank = torch.tensor(topology.domain_of, dtype=torch.int64)
         self.domain_of_expert = self.domain_of_rank[placement.expert_rank.long()]
         crosses = self.domain_of_rank.numpy()[:, None]
-        # The last entry is the domain of no expert, id -1.
-        self._domain_of_id = torch.cat((self.domain_of_expert, torch.tensor([topology.num_domains])))
+        # In numpy, as all that precedes a call's first chunk: an operation of torch that has not been used for a while
+        # takes several times as long. Index -1 is no expert, and no rank.
+        self._domain_of_id = np.append(self.domain_of_expert.numpy(), topology.num_domains).astype(np.int32)
+        self._is_near_rank = np.append(self.domain_of_rank.numpy() == self.domain, False)
         self._is_far_expert = crosses != self.domain_of_expert.numpy()[None, :]
         self._is_far_rank = crosses != self.domain_of_rank.numpy()[None, :]
 
-    def domains_of(self, topk_idx: torch.Tensor) -> torch.Tensor:
-        """`[T, K]` int64: domain of each id; D where there is none."""
-        return self._domain_of_id[topk_idx.long()]
+    def entries(self, topk_idx: torch.Tensor, domains: Iterable[int]) -> list[Entries]:
+        """For each of some domains the tokens that have an expert there, with all these experts.
 
-    def concerned(self, topk_idx: torch.Tensor) -> torch.Tensor:
-        """`[T, D]` bool: whether a token has an expert in a domain."""
-        domains = self.domains_of(topk_idx)
-        present = torch.zeros(domains.shape[0], self.topology.num_domains + 1, dtype=torch.bool)
-        return present.scatter_(1, domains, True)[:, :-1]
-
-    def ids_in(self, domain: int, topk_idx: torch.Tensor) -> torch.Tensor:
-        """`[T, K]` int32: the ids of experts in the domain, -1 in place of the others."""
-        return torch.where(self.domains_of(topk_idx) == domain, topk_idx, -1).to(torch.int32)
+        Arguments:
+            topk_idx: `[T, K]` int32 or int64.
+            domains: which.
+        """
+        ids = topk_idx.numpy()
+        domain_of, id_dtype = self._domain_of_id[ids], torch.empty(0, dtype=self.id_dtype).numpy().dtype
+        made = []
+        for domain in domains:
+            is_there = domain_of == domain
+            tokens = np.flatnonzero(is_there.any(axis=1))
+            theirs = np.where(is_there, ids, -1).astype(id_dtype)[tokens]
+            made.append(Entries(domain, torch.from_numpy(tokens), torch.from_numpy(theirs)))
+        return made
 
     def near(self, routes: torch.Tensor) -> torch.Tensor:
         """`[T, P]` routes into my own domain; -1 in place of the others."""
-        is_near = self.domain_of_rank[(routes >> ROW_BITS).clamp(min=0)] == self.domain
-        return torch.where(is_near, routes, -1)
+        all_routes = routes.numpy()
+        return torch.from_numpy(np.where(self._is_near_rank[all_routes >> ROW_BITS], all_routes, -1))
 
     def direct_rows(self, counts: npt.NDArray[np.int32], layout: Layout) -> int:
         """Rows that cross between domains if each goes to its rank: of all ranks together, whose counts `[R, E + R]`
@@ -143,3 +148,9 @@ def tensor_at(address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.T
         return torch.empty(*shape, dtype=dtype)
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
+
+
+def copy_rows(tensor: torch.Tensor, begin: int, end: int, address: int) -> None:
+    """Copies rows of a contiguous tensor to memory of this process: `tensor_at(...).copy_` in a tenth of the time."""
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    ctypes.memmove(address, tensor.data_ptr() + begin * row_bytes, (end - begin) * row_bytes)

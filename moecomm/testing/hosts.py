@@ -36,6 +36,10 @@ MTU = 9000
 BURST = "96kb"
 # What the queue of a limited link holds before it drops packets, as time: two hosts may send to a third at once.
 QUEUE = "50ms"
+# How TCP finds its rate: the way that every Linux has and lets a namespace choose. What the machine happens to use may
+# not suit: `bbr` sends at the rate that it last saw, so a connection that is left alone on a link fills it only slowly
+# (docs/numbers.md).
+CONGESTION = "reno"
 _ENDING_SECONDS = 5.0
 
 
@@ -53,6 +57,12 @@ def ip(*arguments: str) -> str:
         RuntimeError: it failed; with what it said.
     """
     return _call("ip", *arguments)
+
+
+def _set_congestion(namespace: str) -> None:
+    # Of the namespace in which it is opened; it holds for IPv6, too.
+    text = f"echo {CONGESTION} > /proc/sys/net/ipv4/tcp_congestion_control"
+    _call("ip", "netns", "exec", namespace, "sh", "-c", text)
 
 
 def why_not(*, limits: bool = False) -> str:
@@ -73,6 +83,7 @@ def why_not(*, limits: bool = False) -> str:
         ip("netns", "add", name)
         try:
             ip("-n", name, "link", "add", "bridge", "type", "bridge")
+            _set_congestion(name)
             if limits:
                 _call("tc", "-n", name, *_limit("lo", "1gbit"))
         finally:
@@ -155,6 +166,7 @@ class Hosts:
                 ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
                 ip("-n", name, "link", "set", "lo", "up")
                 ip("-n", name, "link", "set", INTERFACE, "up")
+                _set_congestion(name)
                 self.plug(host)
             ip("-n", self._switch, "link", "set", "bridge", "up")
             if self._rate is not None:
