@@ -63,7 +63,7 @@ def _check_matrix(name: str, tensor: Any, shape: str, device: torch.device) -> N
 
 def check_layout(layout: str, expert_alignment: int, mode: str, capacity: int | None) -> None:
     """Checks the options of a dispatch."""
-    if mode not in _LAYOUTS:
+    if mode not in list(_LAYOUTS):  # which compares, as the mode may not be hashable
         raise ValueError(f"mode: unknown {mode!r}; available: {', '.join(_LAYOUTS)}")
     if layout not in _LAYOUTS[mode]:
         raise ValueError(f"layout: {layout!r} is not one of mode {mode!r}; available: {', '.join(_LAYOUTS[mode])}")

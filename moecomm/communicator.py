@@ -38,7 +38,6 @@ __all__ = ["Communicator"]
 Reduce = Literal["exact", "per_host"]
 
 _log = logging.getLogger("moecomm.communicator")
-_DEFAULT_LAYOUT: dict[str, Layout] = {"throughput": "expert_major", "low_latency": "slab"}
 
 
 class Communicator(Status):
@@ -231,7 +230,7 @@ class Communicator(Status):
             RoutingChanged: a recompute routes otherwise than the forward; the other ranks raise PeerFailed.
             CallMismatch, PeerTimeout, PeerLost, PeerFailed: the ranks did not all make the same call in time.
         """
-        layout = layout or _DEFAULT_LAYOUT.get(mode, "expert_major")
+        layout = layout or ("slab" if mode == "low_latency" else "expert_major")
         if is_traced():
             options = (mode, layout, expert_alignment, capacity, handle)
             return functional.dispatch(self._exchanger, x, topk_idx, topk_weights, *options)
@@ -262,7 +261,7 @@ class Communicator(Status):
             TooManyInFlight: `max_in_flight` calls are outstanding already.
             As `dispatch`; errors of the exchange come from `wait`.
         """
-        layout = layout or _DEFAULT_LAYOUT.get(mode, "expert_major")
+        layout = layout or ("slab" if mode == "low_latency" else "expert_major")
         if is_traced():
             options = (mode, layout, expert_alignment, capacity, handle)
             return Work.done_with(functional.dispatch(self._exchanger, x, topk_idx, topk_weights, *options))

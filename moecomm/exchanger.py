@@ -121,7 +121,10 @@ class Exchanger:
             if handle is None:
                 options = (mode, layout, expert_alignment, type(expert_alignment), capacity, type(capacity))
                 looks = (options, look_of(x), look_of(topk_idx), look_of(topk_weights))
-                found = self._dispatches.get(looks)
+                try:
+                    found = self._dispatches.get(looks)
+                except TypeError:  # an option cannot be hashed, and the checks say which
+                    found = None
                 if found is None:
                     check_layout(layout, expert_alignment, mode, capacity)
                     check_dispatch(x, topk_idx, topk_weights, **self._limits)
@@ -162,7 +165,8 @@ class Exchanger:
     ) -> None:
         """Lets the peers know that this rank does not make a call."""
         routing = handle.routing if isinstance(handle, Handle) else None
-        algorithm = self.session.algorithms.get(mode if routing is None else handle.mode)
+        known_mode = mode if routing is None else handle.mode
+        algorithm = self.session.algorithms.get(known_mode) if isinstance(known_mode, str) else None
         by_device = algorithm is not None and algorithm.is_by_device(routing, is_hosted=is_hosted, is_fixed=is_fixed)
         (self.session.refuse_by_device if by_device else self.session.refuse)(operation, error)
 

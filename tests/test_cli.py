@@ -120,10 +120,18 @@ def test_no_command_and_an_unknown_one_are_refused(capsys):
     capsys.readouterr()
 
 
-def test_bad_values_are_one_line_on_stderr(capsys):
-    assert main(["bench", "--routing", "zapf"]) == 1
+@pytest.mark.parametrize(
+    ("option", "value", "available"),
+    [
+        ("routing", "zapf", "hot, limited, masked, uniform, zipf"),
+        ("transport", "pigeons", "auto, local, shm, nvlink, shm+ucx, ucx, nvshmem, collective"),
+        ("codec", "morse", "none"),
+    ],
+)
+def test_bad_values_are_one_line_on_stderr(capsys, option, value, available):
+    assert main(["bench", f"--{option}", value]) == 1
     printed = capsys.readouterr()
-    assert printed.err.strip() == "error: routing 'zapf' is unknown; available: hot, limited, masked, uniform, zipf"
+    assert printed.err.strip() == f"error: {option} {value!r} is unknown; available: {available}"
     assert "Traceback" not in printed.out
 
 

@@ -189,6 +189,9 @@ def mistakes(comm):
         (partial(dispatch, x, idx, layout="slanted"), good, "layout"),
         (partial(dispatch, x, idx, expert_alignment=0), good, "expert_alignment"),
         (partial(dispatch, x, idx, mode="telepathy"), good, "mode"),
+        (partial(dispatch, x, idx, mode=["throughput"]), good, "mode: unknown"),
+        (partial(dispatch, x, idx, layout=["flat"]), good, "layout: ['flat'] is not one of"),
+        (partial(dispatch, x, idx, capacity=[64]), good, "capacity must be an int or None, got list"),
         (partial(dispatch, x, idx, handle=handle), good_cached, "topk_idx"),
         (partial(cached, x[1:]), good_cached, "tokens"),
         (partial(dispatch, x, handle="mine"), good_cached, "handle"),
@@ -196,6 +199,7 @@ def mistakes(comm):
         (partial(combine, y.long(), handle), good_combine, "y"),
         (partial(combine, y, None), good_combine, "handle"),
         (partial(combine, y, handle, weights[:, :1]), good_combine, "topk_weights"),
+        (partial(combine, y, handle, reduce=["exact"]), good_combine, "reduce: unknown"),
     ]
 
 

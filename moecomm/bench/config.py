@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from moecomm.algorithms.registry import exchange_names
+from moecomm.codecs.registry import codec_names
 from moecomm.topology import Topology
 
 __all__ = ["DTYPES", "MODES", "ROUTINGS", "BenchConfig", "Routing", "parse_routing", "parse_tokens"]
@@ -144,6 +146,8 @@ class BenchConfig:
         for name, text, allowed in (
             ("dtype", self.dtype, tuple(DTYPES)),
             ("mode", self.mode, MODES),
+            ("transport", self.transport, exchange_names()),
+            ("codec", self.codec, codec_names()),
             ("competitors", self.competitors, ("framework", "tuned")),
         ):
             if text not in allowed:
