@@ -7,6 +7,9 @@ combine    send      rows to where peers read them, a signal
 
 No number that changes between calls is the host's, nobody waits for a host, and no message goes from host to host. What
 the host must know all the same (autograd records the call, or a compiler has traced it) goes the way of `eager`.
+
+Where some ranks' memory has no address here, kernels put messages and rows to them, and calls that the host must know of
+are refused.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 
 from moecomm import _C
 from moecomm.algorithms.captured_blocks import BlockPool, Lease
+from moecomm.algorithms.calls import Call
 from moecomm.algorithms.captured_calls import CapturedCombine, CapturedDispatch
 from moecomm.algorithms.device_algorithm import DeviceAlgorithm
 from moecomm.algorithms.device_calls import DeviceCalls
@@ -30,12 +34,17 @@ from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 from moecomm.devices.base import AsynchronousDevice
 from moecomm.devices.queue import OrderedQueue
-from moecomm.kernels.captured import CapturedCalls, CapturedMemory
+from moecomm.kernels.captured import CapturedCalls, CapturedMemory, FarMemory
+from moecomm.transports.base import Region
 
 __all__ = ["Captured"]
 
 _VALUE_BYTES = 8
 _WIDTHS = (8, 4, 2)  # of the widest number, as memory allows
+_FAR_AND_HOSTED = (
+    "between domains kernels alone make low-latency calls, and this one is recorded by autograd, or traced; make it under "
+    "torch.no_grad(), or use mode='throughput'"
+)
 
 
 class Captured(DeviceAlgorithm):
@@ -66,6 +75,7 @@ class Captured(DeviceAlgorithm):
         self.device = device
         self.queue = queue
         self.placement = exchange.placement
+        self._has_far = not exchange.reach.is_complete
         self._sizes, needed, total = self._fitting(sizes, max_in_flight)
         most = exchange.smallest_limit // 4
         if total > most:
@@ -75,7 +85,7 @@ class Captured(DeviceAlgorithm):
                 f"max_tokens_per_rank={sizes.max_tokens_per_rank} tokens, and may take {most}, a quarter of the "
                 "memory_limit; construct the Communicator with a smaller max_tokens_per_rank or a larger memory_limit"
             )
-            needed = needed._replace(message=0, windows=0, output=0, outputs=0)
+            needed = needed._replace(message=0, windows=0, output=0, outputs=0, landing=0, landings=0)
         self._output_bytes = needed.output
         self.kernels = self._make_kernels(needed, max_in_flight, timeout)
         exchange.device_calls = DeviceCalls(queue, self.kernels, exchange.transport, timeout)
@@ -84,7 +94,7 @@ class Captured(DeviceAlgorithm):
         exchange.sequencer.before_begin = exchange.device_calls.finish_long
         self.pool = BlockPool(exchange, queue)
         exchange.memory.reclaim = self.pool.release
-        if not self.refusal:
+        if not self.refusal and not self._has_far:
             self.hosted = Eager(exchange, exchange.topology, self._sizes, max_in_flight)
 
     def _fitting(self, sizes: EagerSizes, max_in_flight: int) -> tuple[EagerSizes, CapturedMemory, int]:
@@ -102,7 +112,11 @@ class Captured(DeviceAlgorithm):
                 value_bytes=_VALUE_BYTES,
                 num_rows=found.output_rows,
             )
-            total = needed.windows + needed.outputs + 2 * max_in_flight * num_ranks * found.window_bytes
+            total = needed.windows + needed.outputs
+            if self._has_far:
+                total += needed.windows + needed.landings
+            else:
+                total += 2 * max_in_flight * num_ranks * found.window_bytes
             if total <= exchange.smallest_limit // 4:
                 break
         return found, needed, total
@@ -111,19 +125,25 @@ class Captured(DeviceAlgorithm):
         exchange, transport = self.exchange, self.exchange.transport
         ranks = range(transport.num_ranks)
 
-        def everybodys(nbytes: int) -> list[int]:
-            if not nbytes:
-                return [0] * len(ranks)
-            region = transport.allocate_on(self.device, nbytes)
-            return [transport.peer(region, rank) or 0 for rank in ranks]
+        def allocated(nbytes: int) -> Region | None:
+            return transport.allocate_on(self.device, nbytes) if nbytes else None
 
-        boards, windows = everybodys(needed.board), everybodys(needed.windows)
+        def everybodys(region: Region | None) -> list[int]:
+            return [0 if region is None else transport.peer(region, rank) or 0 for rank in ranks]
+
+        board = transport.allocate_on(self.device, needed.board)
+        windows, outputs = everybodys(allocated(needed.windows)), everybodys(allocated(needed.outputs))
+        far = None
+        if self._has_far and not self.refusal:
+            packed, landings = (transport.allocate_on(self.device, n) for n in (needed.windows, needed.landings))
+            wire = transport.make_wire(board, self.device)
+            far = FarMemory(wire, packed.address, landings.address, needed.landing)
         make = functools.partial(
             self.device.captured_kernels().make,
             exchange.rank,
-            boards=boards,
+            boards=everybodys(board),
             windows=windows,
-            outputs=everybodys(needed.outputs),
+            outputs=outputs,
             message_bytes=needed.message,
             output_bytes=needed.output,
             expert_rank=exchange.expert_rank,
@@ -132,6 +152,7 @@ class Captured(DeviceAlgorithm):
             max_in_flight=max_in_flight,
             timeout_ns=int(timeout * 1e9),
             describe=lambda rank: f"the device of {transport.describe_peer(rank)}",
+            far=far,
         )
         return self.queue.ask(make)
 
@@ -180,12 +201,39 @@ class Captured(DeviceAlgorithm):
         return self._sizes.rows(layout, expert_alignment)
 
     def is_by_device(self, routing: Routing | None, *, is_hosted: bool, is_fixed: bool) -> bool:
-        return not is_hosted and (routing is None or routing.on_device is not None)
+        return (self._has_far or not is_hosted) and (routing is None or routing.on_device is not None)
 
     def make_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> CapturedDispatch:
+        if self._has_far and routing.is_hosted:
+            raise ValueError(_FAR_AND_HOSTED)
         return CapturedDispatch(self, x, routing, row_format, topk_weights)
+
+    def begin_combine(
+        self,
+        y: torch.Tensor,
+        routing: Routing,
+        row_format: RowFormat,
+        *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,
+        may_change: bool,
+        per_host: bool = False,
+    ) -> Call:
+        if self._has_far and (routing.is_hosted or values is not None):
+            error = ValueError(_FAR_AND_HOSTED)
+            self.exchange.refuse_by_device(self.combining, error)
+            raise error
+        return super().begin_combine(
+            y,
+            routing,
+            row_format,
+            topk_weights=topk_weights,
+            values=values,
+            may_change=may_change,
+            per_host=per_host,
+        )
 
     def make_combine(
         self,

@@ -13,7 +13,6 @@ from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.hierarchical import Hierarchical
 from moecomm.algorithms.hops import WAYS, Hops, Way
-from moecomm.algorithms.refused import Refused
 from moecomm.algorithms.rendezvous import Rendezvous
 from moecomm.algorithms.static import Static
 from moecomm.devices.base import Device
@@ -150,26 +149,15 @@ def make_session(
             )
         if device.is_host:
             low_latency = Eager(exchange, found, sizes, max_in_flight)
-        elif exchange.reach.is_complete:
-            low_latency = captured = Captured(exchange, sizes, max_in_flight, timeout)
-            throughput = Static(exchange, captured, sizes, max_in_flight)
         else:
-            low_latency = Refused(_far_low_latency(exchange))
+            low_latency = captured = Captured(exchange, sizes, max_in_flight, timeout)
+            if exchange.reach.is_complete:
+                throughput = Static(exchange, captured, sizes, max_in_flight)
         exchange.algorithms = {"throughput": throughput, "low_latency": low_latency}
     except BaseException:
         (exchange or carrier).close()
         raise
     return exchange, carrier.name
-
-
-def _far_low_latency(exchange: Exchange) -> str:
-    """Why there are no low-latency calls between ranks' devices that cannot address each other."""
-    rank, far = next((rank, far[0]) for rank, far in enumerate(exchange.reach.far_from) if far)
-    ranks = " and ".join(map(exchange.transport.describe_peer, (rank, far)))
-    return (
-        f"mode 'low_latency' on {exchange.device.kind} is between ranks whose devices address each other's memory, and "
-        f"{ranks} do not; use mode='throughput', or a group inside one domain"
-    )
 
 
 def _fixed_bytes(sizes: EagerSizes, num_ranks: int) -> int:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from moecomm.kernels.eager import Form
+from moecomm.kernels.wire import Wire
 
-__all__ = ["CapturedCalls", "CapturedKernels", "CapturedMemory", "StaticCalls"]
+__all__ = ["CapturedCalls", "CapturedKernels", "CapturedMemory", "FarMemory", "StaticCalls"]
 
 
 class CapturedMemory(NamedTuple):
@@ -24,6 +25,9 @@ class CapturedMemory(NamedTuple):
         windows: where messages arrive.
         output: of the rows of one combine; `outputs` has room for those of as many calls.
         outputs: where peers read rows.
+        landing: of the rows of one combine that come home over a network; `landings` has room for those of as many
+            calls. Without far ranks it is not needed.
+        landings: where they arrive.
     """
 
     board: int
@@ -31,6 +35,25 @@ class CapturedMemory(NamedTuple):
     windows: int
     output: int
     outputs: int
+    landing: int
+    landings: int
+
+
+class FarMemory(NamedTuple):
+    """How a rank reaches others whose memory has no address here. All of this memory, and that of `CapturedMemory`, is
+    symmetric.
+
+    Attributes:
+        wire: with the boards of all ranks.
+        packed: address of `CapturedMemory.windows` bytes of mine, where messages to far ranks are made.
+        landings: address of `CapturedMemory.landings` bytes of mine.
+        landing_bytes: `CapturedMemory.landing`, the same on every rank.
+    """
+
+    wire: Wire
+    packed: int
+    landings: int
+    landing_bytes: int
 
 
 class CapturedCalls(Protocol):
@@ -158,8 +181,9 @@ class CapturedKernels(Protocol):
         max_in_flight: int,
         timeout_ns: int,
         describe: Callable[[int], str],
+        far: FarMemory | None,
     ) -> CapturedCalls:
-        """The calls of a rank, with the addresses of everybody's memory, by rank."""
+        """The calls of a rank, with the addresses of everybody's memory, by rank; 0 = far, reached as `far` says."""
         ...
 
     def mailbox_bytes(self, *, num_ranks: int, num_experts: int, max_in_flight: int) -> int:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from moecomm.kernels.base import weights_dtype
-from moecomm.kernels.captured import CapturedMemory
+from moecomm.kernels.captured import CapturedMemory, FarMemory
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured_blocks import CapturedBlock, Placed, make_block
 from moecomm.kernels.triton.captured_calls import InFlight
 from moecomm.kernels.triton.captured_combine import Outputs, pull_sums, send_outputs, wait_for_ticket
+from moecomm.kernels.triton.captured_far import put_messages, put_outputs
 from moecomm.kernels.triton.captured_messages import count_messages, message_layout
 from moecomm.kernels.triton.captured_plan import plan_messages
 from moecomm.kernels.triton.captured_rows import place_rows, route_messages
@@ -32,6 +33,9 @@ from moecomm.kernels.triton.captured_state import (
     windows_for,
 )
 from moecomm.kernels.triton.captured_zeros import zero_rows
+from moecomm.kernels.triton.counts import count_by_rank
+from moecomm.kernels.triton.far_wait import far_wait
+from moecomm.kernels.triton.plans import route_by_rank
 from moecomm.kernels.triton.runtime import alignment_of, check_device
 from moecomm.kernels.triton.signals import board_bytes
 
@@ -50,10 +54,16 @@ def captured_memory(
 ) -> CapturedMemory:
     """See `moecomm.kernels.captured.CapturedKernels.memory`."""
     message = message_layout(max_tokens_per_rank, num_topk, row_bytes, value_bytes).nbytes
-    output = -(-num_rows * row_bytes // 64) * 64
+    output, landing = (-(-rows * row_bytes // 64) * 64 for rows in (num_rows, max_tokens_per_rank * num_topk))
     num_windows = windows_for(max_in_flight)
     return CapturedMemory(
-        board_bytes(num_ranks, NUM_SLOTS), message, num_windows * num_ranks * message, output, num_windows * output
+        board=board_bytes(num_ranks, NUM_SLOTS),
+        message=message,
+        windows=num_windows * num_ranks * message,
+        output=output,
+        outputs=num_windows * output,
+        landing=landing,
+        landings=num_windows * landing,
     )
 
 
@@ -63,13 +73,14 @@ class CapturedExchange:
 
     Arguments:
         rank: mine.
-        boards, windows, outputs: by rank, the addresses here of that rank's memory, see `CapturedMemory`.
+        boards, windows, outputs: by rank, the addresses here of that rank's memory, see `CapturedMemory`; 0 = far.
         message_bytes, output_bytes: `CapturedMemory.message` and `.output`, the same on every rank.
         expert_rank, expert_local: `[E]` int32: rank of each expert, and its index there.
         max_tokens_per_rank: most T.
         max_in_flight: calls of each operation that may be begun and not completed.
         timeout_ns: a wait fails after so many nanoseconds.
         describe: names a rank in messages.
+        far: how far ranks are reached; None: there are none.
 
     Attributes:
         tokens_per_expert: `[E_local]` int64: what has arrived in all calls.
@@ -93,6 +104,7 @@ class CapturedExchange:
         max_in_flight: int = 1,
         timeout_ns: int = 100_000_000_000,
         describe: Callable[[int], str] = lambda rank: f"rank {rank}",
+        far: FarMemory | None = None,
     ) -> None:
         device = check_device("expert_rank", expert_rank)
         if not len(boards) == len(windows) == len(outputs) or not 0 <= rank < len(boards):
@@ -110,7 +122,14 @@ class CapturedExchange:
         self.control, operations = make_control(rank, list(boards), device, timeout_ns, windows_for(max_in_flight))
         self._dispatch, self._combine, self.announcements, self.pushes, self.readiness, self.releases = operations
         self._mine = windows[rank], message_bytes
-        self._peers = torch.tensor(windows, dtype=torch.int64, device=device), alignment_of(*windows)
+        self._far = far
+        # Where the kernel that sends writes messages: in the window of each near rank to my place there, in my memory
+        # to the place of each far rank.
+        places = [
+            window if far is None or boards[to] else far.packed + (to - rank) * message_bytes
+            for to, window in enumerate(windows)
+        ]
+        self._peers = torch.tensor(places, dtype=torch.int64, device=device), alignment_of(*places)
         self._outputs = self._make_outputs(outputs, output_bytes)
         self.max_in_flight = max_in_flight
         self._dispatches, self._combines = InFlight("dispatch", max_in_flight), InFlight("combine", max_in_flight)
@@ -129,7 +148,8 @@ class CapturedExchange:
         Raises:
             ValueError: messages of this form are larger than `message_bytes`.
         """
-        return make_block(self.control.rank, form, rows, values, self._mine, self.sizes, self.tokens_per_expert)
+        how = (self._mine, self.sizes, self.tokens_per_expert)
+        return make_block(self.control.rank, form, rows, values, *how, is_packed=self._far is not None)
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, block: CapturedBlock, *, topk_weights: Tensor | None = None
@@ -156,10 +176,20 @@ class CapturedExchange:
         block.placed.num_tokens = topk_idx.shape[0]
         batch = Batch(x, topk_idx, topk_weights)
         self.max_topk = max(self.max_topk, block.placed.form.num_topk)
+        control, (expert_rank, _), packing, far = self.control, self.experts, block.placed.packing, self._far
+        planned = None
+        if packing is not None:
+            before, totals = count_by_rank(topk_idx, expert_rank, control.num_ranks, packing.totals)
+            planned = packing.planned[: topk_idx.shape[0]]
+            route_by_rank(topk_idx, expert_rank, packing.bases, before, planned)
         send_messages(
-            *(self.control, self._dispatch, block.dispatched, batch, self.experts[0]),
-            *(block.windows, self._peers, block.layout, block.signature),
+            *(control, self._dispatch, block.dispatched, batch, expert_rank),
+            *(block.windows, self._peers, block.layout, block.signature, planned),
         )
+        if packing is not None and far is not None:
+            row_bytes = block.placed.form.row_bytes
+            how = (far, block.windows, block.layout, row_bytes, totals)
+            put_messages(control, self._dispatch, block.dispatched, *how)
 
     def receive(self, block: CapturedBlock) -> None:
         """Waits on the device for what all ranks have sent and fills the block; rows that no route fills are zero.
@@ -168,28 +198,44 @@ class CapturedExchange:
         """
         self._dispatches.end(block.placed)
         control, ticket, (expert_rank, _) = self.control, block.dispatched, self.experts
-        slot = self._dispatch.slot
+        slot, packing = self._dispatch.slot, block.placed.packing
+        if self._far is not None:
+            self._wait_far(slot, ticket)
         count_messages(control, slot, ticket, block.windows, expert_rank, block.signature, block.found)
         placed = block.placed
         plan_messages(control, slot, ticket, block.found, self.experts, placed.form, block.scratch, placed.arrived)
         route_messages(
             *(control, ticket, block.windows, block.layout, block.found, expert_rank, block.scratch.starts),
-            *(block.routes, placed.block),
+            *(block.routes, placed.block, placed.arrived.counts, packing),
         )
-        place_rows(control, ticket, block.windows, block.layout, block.found.tokens, block.routes, placed.block)
+        slots = None if packing is None else packing.slots
+        place_rows(control, ticket, block.windows, block.layout, block.found.tokens, block.routes, placed.block, slots)
         zero_rows(control.status, placed.arrived.spans, placed.block)
 
     def outputs_at(self, addresses: Sequence[int]) -> Outputs:
         """Rows that lie where peers read them already, at these addresses by rank, and need no copy.
 
         They may change again once this rank has received a dispatch that it sent after the combine had been completed.
+
+        Raises:
+            ValueError: some rank is far, and could not read them.
         """
+        if self._far is not None:
+            raise ValueError("outputs_at: some ranks have no address here, so rows go home from `output_bytes` alone")
         return self._make_outputs(addresses, 0)
 
     def _make_outputs(self, addresses: Sequence[int], nbytes: int) -> Outputs:
-        by_window = [[base + window * nbytes for base in addresses] for window in range(self.control.num_windows)]
+        far = self._far
+        by_window = [
+            [
+                base + window * nbytes if far is None or base else far.landings + window * far.landing_bytes
+                for base in addresses
+            ]
+            for window in range(self.control.num_windows)
+        ]
         table = torch.tensor(by_window, dtype=torch.int64, device=self.experts[0].device)
-        return Outputs(table, nbytes, alignment_of(*addresses), addresses[self.control.rank])
+        known = alignment_of(*addresses, 0 if far is None else far.landings)
+        return Outputs(table, nbytes, known, addresses[self.control.rank])
 
     def combine(
         self,
@@ -221,15 +267,21 @@ class CapturedExchange:
             raise ValueError(f"y is {list(y.shape)} with strides {y.stride()}; wanted {self._num_rows(placed)} rows")
         if outputs is None and y.nbytes > where.nbytes:
             raise ValueError(f"y has {y.nbytes} bytes; output_bytes is {where.nbytes}")
+        far, row_bytes = self._far, y.shape[-1] * y.element_size()
+        most = placed.num_tokens * placed.form.num_topk * row_bytes
+        if far is not None and most > far.landing_bytes:
+            raise ValueError(f"{most} bytes may come home; landing_bytes is {far.landing_bytes}")
         if outputs is not None and y.nbytes and y.data_ptr() != where.mine:
             raise ValueError(f"y is at {y.data_ptr():#x}; outputs says {where.mine:#x}")
         self._combines.begin(placed)
-        rows = y.data_ptr(), y.shape[-1] * y.element_size()
-        arrived = placed.arrived
+        arrived, packing = placed.arrived, placed.packing
         send_outputs(
-            *(self.control, self._combine, placed.combined, rows),
+            *(self.control, self._combine, placed.combined, (y.data_ptr(), row_bytes)),
             *(arrived.first_rows, arrived.num_tokens_per_expert, where),
         )
+        if packing is not None and far is not None:
+            how = (far, where, row_bytes, arrived, self.experts, packing.runs)
+            put_outputs(self.control, self._combine, placed.combined, *how)
 
     def sum_rows(
         self, placed: Placed, out: Tensor, *, topk_weights: Tensor | None = None, outputs: Outputs | None = None
@@ -244,9 +296,19 @@ class CapturedExchange:
         """
         self.check_sums(placed, out, topk_weights)
         self._combines.end(placed)
-        wait_for_ticket(self.control, self._combine.slot, placed.combined)
-        routes = placed.routes[: placed.num_tokens]
+        packing = placed.packing
+        if self._far is not None:
+            self._wait_far(self._combine.slot, placed.combined)
+        else:
+            wait_for_ticket(self.control, self._combine.slot, placed.combined)
+        routes = (placed.routes if packing is None else packing.homeward)[: placed.num_tokens]
         pull_sums(self.control, placed.combined, out, routes, outputs or self._outputs, topk_weights)
+
+    def _wait_far(self, slot: int, ticket: Tensor) -> None:
+        """Waits on the device for the call of this ticket, and for what the network has brought with it."""
+        far, control = self._far, self.control
+        assert far is not None
+        far_wait(far.wire, slot, ticket, status=control.status, timeout_ns=control.timeout_ns)
 
     def check_sums(self, placed: Placed, out: Tensor, topk_weights: Tensor | None) -> None:
         """Raises ValueError if these are not arguments of `sum_rows`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured_groups import Arrived, Scratch
-from moecomm.kernels.triton.captured_messages import Found, MessageLayout, Windows, block_tile, message_layout
+from moecomm.kernels.triton.captured_messages import Found, MessageLayout, Packing, Windows, block_tile, message_layout
 from moecomm.kernels.triton.captured_zeros import Block
 
 __all__ = ["CapturedBlock", "Placed", "make_arrived", "make_block", "make_scratch"]
@@ -31,6 +31,7 @@ class Placed:
         routes: `[Tmax, K]` int64 of my tokens; the first T rows are the last dispatch's.
         combined: one int64: ticket of the last combine.
         num_tokens: T of the dispatch that was begun last.
+        packing: where messages are packed; None: they are not.
     """
 
     form: Form
@@ -39,6 +40,7 @@ class Placed:
     routes: Tensor
     combined: Tensor
     num_tokens: int = 0
+    packing: Packing | None = None
 
     def distrust(self) -> None:
         """From now on any row may hold something: the next dispatch blanks all that it does not fill."""
@@ -103,6 +105,8 @@ def make_block(
     windows: tuple[int, int],
     sizes: tuple[int, int, int, int],
     tokens_per_expert: Tensor,
+    *,
+    is_packed: bool = False,
 ) -> CapturedBlock:
     """A block of rows that are all zero.
 
@@ -114,6 +118,7 @@ def make_block(
         windows: address of my windows, bytes of a message there.
         sizes: Tmax, R, E, E_local.
         tokens_per_expert: `[E_local]` int64, added to.
+        is_packed: so are messages.
 
     Raises:
         ValueError: messages of this form are larger than the windows' messages.
@@ -130,8 +135,10 @@ def make_block(
     routes = torch.full((num_ranks, max_tokens, form.num_topk), -1, dtype=torch.int64, device=device)
     num_rows = form.capacity * num_local if form.capacity else form.num_rows
     block = Block(rows, values, form.row_bytes, form.value_bytes if values else 0, num_rows)
+    combined = torch.zeros(1, dtype=torch.int64, device=device)
+    packing = _make_packing(sizes, form.num_topk, device) if is_packed else None
     return CapturedBlock(
-        placed=Placed(form, block, arrived, routes[rank], torch.zeros(1, dtype=torch.int64, device=device)),
+        placed=Placed(form, block, arrived, routes[rank], combined, packing=packing),
         windows=Windows(address, message_bytes, max_tokens, form.num_topk),
         layout=layout,
         signature=_signature_of(form, max_tokens),
@@ -143,6 +150,18 @@ def make_block(
         scratch=make_scratch(num_ranks, num_experts, num_experts, device),
         routes=routes,
         dispatched=torch.zeros(1, dtype=torch.int64, device=device),
+    )
+
+
+def _make_packing(sizes: tuple[int, int, int, int], num_topk: int, device: torch.device) -> Packing:
+    max_tokens, num_ranks, _, num_local = sizes
+    return Packing(
+        bases=torch.zeros(num_ranks, dtype=torch.int64, device=device),
+        planned=torch.full((max_tokens, num_topk), -1, dtype=torch.int64, device=device),
+        totals=torch.zeros(num_ranks, dtype=torch.int32, device=device),
+        slots=torch.zeros(num_ranks, max_tokens, dtype=torch.int32, device=device),
+        homeward=torch.full((max_tokens, num_topk), -1, dtype=torch.int64, device=device),
+        runs=torch.zeros(num_ranks, max(1, num_local), 3, dtype=torch.int64, device=device),
     )
 
 

@@ -7,7 +7,8 @@
     ids [Tmax, K] int32 | weights [Tmax, K] | rows [Tmax, H]
 
 Unlike the messages of csrc/cpu/eager.h, these have every part and row at a place that no count moves: row t is token t,
-and is left out where no expert wants it. So rows are on their way before anybody has counted anything.
+and is left out where no expert wants it. So rows are on their way before anybody has counted anything. Where some rank is
+far (`captured_far`), rows are packed instead, by all for all: those that go to the receiver, in the order of tokens.
 
 A call has a ticket, one int64 in device memory: how many calls of its operation have begun with it. Call number
 ticket - 1 uses window (ticket - 1) % num_windows, and a lane of a source that has sent it is at least ticket.
@@ -32,6 +33,7 @@ __all__ = [
     "BlockTile",
     "Found",
     "MessageLayout",
+    "Packing",
     "Windows",
     "block_tile",
     "compile_cases",
@@ -190,6 +192,26 @@ class Windows(NamedTuple):
     message_bytes: int
     max_tokens: int
     num_topk: int
+
+
+class Packing(NamedTuple):
+    """Where the rows of packed messages lie, of one block's call; see `captured_send` and `captured_rows`.
+
+    Attributes:
+        bases: `[R]` int64, zeros.
+        planned: `[Tmax, K]` int64, for the sender.
+        totals: `[R]` int32: rows of each message that I send.
+        slots: `[R, Tmax]` int32, for the receiver.
+        homeward: `[Tmax, K]` int64: my routes, where rows of far ranks are numbered as they come home.
+        runs: `[R, E_local, 3]` int64, for who puts rows home.
+    """
+
+    bases: Tensor
+    planned: Tensor
+    totals: Tensor
+    slots: Tensor
+    homeward: Tensor
+    runs: Tensor
 
 
 class Found(NamedTuple):

@@ -1,6 +1,9 @@
 """Rows of the messages of a captured call into a fixed block: routes, weights and rows.
 
 T tokens of a source   Tmax most of them   K num_topk   E num_experts   R num_ranks   B blocks of each source
+
+Where some rank is far, messages are packed, and rows come home from far ranks packed, too: by expert, and inside an
+expert in the order of my routes. What was counted in the messages says where each row is.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from moecomm.kernels.triton.captured_messages import (
     HEADER_BYTES,
     Found,
     MessageLayout,
+    Packing,
     Windows,
     block_tile,
     segment_of,
@@ -30,6 +34,7 @@ from moecomm.kernels.triton.tiles import moves_of, row_pointers, tile_of
 __all__ = ["compile_cases", "place_rows", "route_messages"]
 
 _HEADER = tl.constexpr(HEADER_BYTES)
+_EXPERTS = 64
 _MOST_PROGRAMS = 1024  # a few for each processor: how many rows come is not known at the launch
 
 
@@ -38,7 +43,7 @@ _MOST_PROGRAMS = 1024  # a few for each processor: how many rows come is not kno
         *("windows", "message_bytes", "num_windows", "values_offset", "num_ranks", "num_blocks", "max_tokens"),
         *("num_topk", "num_experts", "rank", "values"),
     ],
-    do_not_specialize_on_alignment=["ticket", "status", "tokens"],
+    do_not_specialize_on_alignment=["ticket", "status", "tokens", "boards"],
 )
 def route_messages_kernel(
     windows: tl.int64,
@@ -59,9 +64,15 @@ def route_messages_kernel(
     routes: tl.tensor,
     rank: tl.int32,
     values: tl.int64,
+    boards: tl.tensor,
+    counts: tl.tensor,
+    slots: tl.tensor,
+    homeward: tl.tensor,
     VALUE_BYTES: tl.constexpr,
+    IS_PACKED: tl.constexpr,
     TOKENS: tl.constexpr,
     CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ) -> None:
     """Routes of a block of tokens of one source, and their weights to their places here.
 
@@ -69,6 +80,10 @@ def route_messages_kernel(
         before: `[R * B, E + R]` int32: how many routes to each expert are in all blocks before.
         routes: `[R, Tmax, K]` int64.
         values: address of weights of VALUE_BYTES; 0 bytes = none.
+        boards: `[R]` int64, if IS_PACKED: 0 = the rank is far.
+        counts: `[R, E + R]` int32, if IS_PACKED: of each source.
+        slots: `[R, Tmax]` int32, if IS_PACKED: row of each token in its message to me.
+        homeward: `[Tmax, K]` int64, if IS_PACKED: my routes, with the rows of far ranks as they are packed here.
     """
     row = tl.program_id(0)
     source = row // num_blocks
@@ -90,8 +105,10 @@ def route_messages_kernel(
         is_earlier = (earlier[None, :] == id[:, None]) & (other[None, :] < flat[:, None])
         is_route = is_id & (id >= 0)
         to = tl.load(starts + id, mask=is_route, other=0)
-        to += tl.load(before + row.to(tl.int64) * (num_experts + num_ranks) + id, mask=is_route, other=0)
-        to += tl.sum(is_earlier.to(tl.int32), axis=1)
+        num_columns = num_experts + num_ranks
+        ahead = tl.load(before + row.to(tl.int64) * num_columns + id, mask=is_route, other=0)
+        ahead += tl.sum(is_earlier.to(tl.int32), axis=1)
+        to += ahead
         peer = tl.load(expert_rank + id, mask=is_route, other=-1)
         target = routes + source.to(tl.int64) * max_tokens * num_topk + position
         tl.store(target, tl.where(is_route, (peer.to(tl.int64) << 40) + to, -1), mask=is_id)
@@ -100,6 +117,25 @@ def route_messages_kernel(
             is_here = is_route & (peer == rank)
             value = tl.load((message + values_offset).to(tl.pointer_type(BITS)) + position, mask=is_here)
             tl.store(tl.cast(values, tl.int64).to(tl.pointer_type(BITS)) + to, value, mask=is_here)
+        if IS_PACKED:
+            # Counts before this block, of all sources, less those before the first block of its source.
+            of_source = before + source.to(tl.int64) * num_blocks * num_columns
+            slot = tl.load(before + row.to(tl.int64) * num_columns + num_experts + rank)
+            slot -= tl.load(of_source + num_experts + rank)
+            is_mine = tl.reshape((is_route & (peer == rank)).to(tl.int32), (TOKENS, CHOICES))
+            is_there = tl.max(is_mine, axis=1)
+            t = first + tl.arange(0, TOKENS)
+            slot += tl.cumsum(is_there, axis=0) - is_there
+            tl.store(slots + source.to(tl.int64) * max_tokens + t, slot, mask=t < num_tokens)
+            if source == rank:
+                is_far = is_route & (tl.load(boards + peer, mask=is_route, other=0) == 0)
+                landing = (ahead - tl.load(of_source + id, mask=is_route, other=0)).to(tl.int64)
+                for expert in range(0, num_experts, EXPERTS):
+                    e = expert + tl.arange(0, EXPERTS)
+                    count = tl.load(counts + source.to(tl.int64) * num_columns + e, mask=e < num_experts, other=0)
+                    landing += tl.sum(tl.where(e[None, :] < id[:, None], count[None, :], 0), axis=1)
+                home = (peer.to(tl.int64) << 40) + tl.where(is_far, landing, to)
+                tl.store(homeward + position, tl.where(is_route, home, -1), mask=is_id)
 
 
 @triton.jit(
@@ -124,6 +160,8 @@ def place_rows_kernel(
     rank: tl.int32,
     rows: tl.int64,
     num_units: tl.int32,
+    slots: tl.tensor,
+    IS_PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PER_UNIT: tl.constexpr,
@@ -131,7 +169,11 @@ def place_rows_kernel(
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,
 ) -> None:
-    """Copies tiles of rows, each to all its places here; tokens of all sources are numbered one after the other."""
+    """Copies tiles of rows, each to all its places here; tokens of all sources are numbered one after the other.
+
+    Arguments:
+        slots: `[R, Tmax]` int32, if IS_PACKED: row of each token in its message.
+    """
     num_columns = num_units * PER_UNIT
     row_bytes = tl.cast(num_units, tl.int64) * ALIGNMENT
     num_pieces = tl.cdiv(num_columns, COLUMNS)
@@ -149,7 +191,10 @@ def place_rows_kernel(
         source = segment_of(i, ends).to(tl.int64)
         t = i - tl.max(tl.where(ends[None, :] <= i[:, None], ends[None, :], 0), axis=1)
         entry = routes + (source * max_tokens + t) * num_topk
-        address = window + source * message_bytes + rows_offset + t * row_bytes
+        slot = t
+        if IS_PACKED:
+            slot = tl.load(slots + source * max_tokens + t, mask=is_token, other=0).to(tl.int64)
+        address = window + source * message_bytes + rows_offset + slot * row_bytes
         is_here = tl.zeros((TOKENS,), dtype=tl.int32)
         for k in range(num_topk):
             route = tl.load(entry + k, mask=is_token, other=-1)
@@ -173,9 +218,17 @@ def route_messages(
     starts: Tensor,
     routes: Tensor,
     block: Block,
+    counts: Tensor,
+    packing: Packing | None,
 ) -> None:
-    """Routes of all sources, `[R, Tmax, K]` int64, and the weights to the block; `found` and `starts` as planned."""
+    """Routes of all sources, `[R, Tmax, K]` int64, and the weights to the block; `found` and `starts` as planned.
+
+    Arguments:
+        counts: `[R, E + R]` int32, of each source.
+        packing: where messages are packed: is filled for who reads their rows, and for rows that come home.
+    """
     tile = block_tile(windows.max_tokens, windows.num_topk)
+    packed = (found.counts, routes) if packing is None else (packing.slots, packing.homeward)
     launch(
         route_messages_kernel,
         control.num_ranks * tile.num_blocks,
@@ -183,9 +236,12 @@ def route_messages(
         *(windows.address, windows.message_bytes, control.num_windows, layout.values, ticket, control.status),
         *(found.tokens, found.counts, control.num_ranks, tile.num_blocks, windows.max_tokens, windows.num_topk),
         *(expert_rank, expert_rank.numel(), starts, routes, control.rank, block.values),
+        *(control.boards, counts, *packed),
         VALUE_BYTES=block.value_bytes,
+        IS_PACKED=packing is not None,
         TOKENS=tile.tokens,
         CHOICES=tile.choices,
+        EXPERTS=_EXPERTS,
     )
 
 
@@ -197,8 +253,9 @@ def place_rows(
     tokens: Tensor,
     routes: Tensor,
     block: Block,
+    slots: Tensor | None,
 ) -> None:
-    """Copies the rows of all messages to where `routes` say that they go here."""
+    """Copies the rows of all messages to where `routes` say that they go here; `slots` of a packing, if there is one."""
     alignment = alignment_of(windows.address, windows.message_bytes, layout.rows, block.rows, block.row_bytes)
     moves = moves_of(block.row_bytes, alignment)
     tile = tile_of(control.num_ranks * windows.max_tokens, moves)
@@ -208,6 +265,8 @@ def place_rows(
         routes.device,
         *(windows.address, windows.message_bytes, control.num_windows, layout.rows, ticket, control.status, tokens),
         *(control.num_ranks, windows.max_tokens, routes, windows.num_topk, control.rank, block.rows, moves.num_units),
+        control.boards if slots is None else slots,
+        IS_PACKED=slots is not None,
         DTYPE=moves.dtype,
         ALIGNMENT=moves.alignment,
         PER_UNIT=moves.per_unit,
@@ -219,20 +278,26 @@ def place_rows(
 
 def compile_cases() -> list[CompileCase]:
     """Weights of both sizes and none; long and short rows, some ranks and many."""
-    wide = ("ticket", "status", "tokens", "starts", "routes")
-    types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys(("before", "expert_rank"), "*i32")}
+    wide = ("ticket", "status", "tokens", "starts", "routes", "boards", "homeward")
+    narrow = ("before", "expert_rank", "counts", "slots")
+    types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys(narrow, "*i32")}
     types |= dict.fromkeys(("num_ranks", "num_blocks", "max_tokens", "num_topk", "num_experts", "rank"), "i32")
     types["num_units"] = "i32"
     blocks = block_tile(128, 8)
     cases = []
-    for value_bytes in (0, 4, 8):
-        constants = {"VALUE_BYTES": value_bytes, "TOKENS": blocks.tokens, "CHOICES": blocks.choices}
-        cases.append(_case(f"weights of {value_bytes} bytes", route_messages_kernel, types, constants))
-    for row_bytes, ranks in ((14336, 8), (512, 128)):
+    for value_bytes, is_packed in ((0, False), (4, False), (8, False), (4, True)):
+        constants = {"VALUE_BYTES": value_bytes, "IS_PACKED": is_packed, "TOKENS": blocks.tokens}
+        constants |= {"CHOICES": blocks.choices, "EXPERTS": _EXPERTS}
+        what = f"weights of {value_bytes} bytes{', packed' * is_packed}"
+        cases.append(_case(what, route_messages_kernel, types, constants))
+    for row_bytes, ranks, is_packed in ((14336, 8, False), (512, 128, False), (14336, 128, True)):
         moves = moves_of(row_bytes, 16)
         tile = tile_of(ranks * 128, moves)
-        constants = {**moves_constants(moves), "TOKENS": tile.tokens, "COLUMNS": tile.columns, "RANKS": ranks}
-        what = f"{tile.columns} columns, {ranks} ranks"
+        constants = {"IS_PACKED": is_packed, **moves_constants(moves), "TOKENS": tile.tokens}
+        constants |= {"COLUMNS": tile.columns, "RANKS": ranks}
+        what = f"{tile.columns} columns, {ranks} ranks{', packed' * is_packed}"
+        # Where messages are not packed, any pointer will do for `slots`.
+        types["slots"] = "*i32" if is_packed else "*i64"
         cases.append(_case(what, place_rows_kernel, types, constants, moves_rows=True))
     return cases
 

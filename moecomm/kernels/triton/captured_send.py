@@ -2,6 +2,9 @@
 
     T tokens   K num_topk   E num_experts   R num_ranks   H hidden
 
+Where some rank is far, the rows of each message are packed: those that go there, one behind the other. A message to a
+far rank is made in memory of one's own, from where it is put (`captured_far`).
+
 It takes the number of the call, and with it the window, from device memory and leaves the next one there, so that the
 same launch can be replayed.
 """
@@ -61,7 +64,9 @@ def end_send(
         *("rows", "row_stride", "num_tokens", "num_units", "num_topk", "num_experts", "message_bytes", "num_windows"),
         *("values_offset", "rows_offset", "signature", "rank", "num_ranks", "slot"),
     ],
-    do_not_specialize_on_alignment=["ids", "weights", "windows", "begun", "ticket", "arrivals", "boards", "status"],
+    do_not_specialize_on_alignment=[
+        *("ids", "weights", "planned", "windows", "begun", "ticket", "arrivals", "boards", "status"),
+    ],
 )
 def send_messages_kernel(
     rows: tl.int64,
@@ -73,6 +78,7 @@ def send_messages_kernel(
     num_topk: tl.int32,
     expert_rank: tl.tensor,
     num_experts: tl.int32,
+    planned: tl.tensor,
     windows: tl.tensor,
     message_bytes: tl.int64,
     num_windows: tl.int64,
@@ -88,6 +94,7 @@ def send_messages_kernel(
     slot: tl.int64,
     status: tl.tensor,
     HAS_VALUES: tl.constexpr,
+    IS_PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PER_UNIT: tl.constexpr,
@@ -104,7 +111,8 @@ def send_messages_kernel(
         num_units: ALIGNMENT bytes each, of a row.
         ids: `[T, K]` int32 or int64; what does not fit into 32 bits is no expert and stays none.
         weights: `[T, K]` integers of their size, if HAS_VALUES.
-        windows: `[R]` int64, address of each rank's windows here.
+        planned: `[T, K]` int64, if IS_PACKED: of each token the ranks it goes to, with its row in the message there.
+        windows: `[R]` int64, address of each rank's windows here; of a far one's, of where messages to it are made.
         begun, ticket, arrivals: see `captured_state.Operation` and `captured_messages`.
         DTYPE: an integer; PER_UNIT of them take ALIGNMENT bytes.
     """
@@ -140,16 +148,24 @@ def send_messages_kernel(
         is_column = c < num_columns
         source = tl.cast(rows, tl.int64) + t.to(tl.int64) * row_stride
         piece = tl.load(row_pointers(source, DTYPE, ALIGNMENT) + c, mask=is_token[:, None] & is_column)
-        chosen = ranks_of_tokens(ids, t, num_tokens, num_topk, expert_rank, num_experts, CHOICES)
-        k = tl.arange(0, CHOICES)[None, :]
-        target = mine + rows_offset + t.to(tl.int64) * row_bytes
-        for choice in range(num_topk):
-            peer = tl.max(tl.where(k == choice, chosen, -1), axis=1)
-            is_known = tl.max(((chosen == peer[:, None]) & (k < choice)).to(tl.int32), axis=1) > 0
-            is_sent = is_token & (peer >= 0) & (~is_known)
-            base = tl.load(windows + peer, mask=is_sent, other=0)
-            place = row_pointers(base + target, DTYPE, ALIGNMENT)
-            tl.store(place + c, piece, mask=is_sent[:, None] & is_column)
+        if IS_PACKED:
+            for choice in range(num_topk):
+                route = tl.load(planned + t.to(tl.int64) * num_topk + choice, mask=is_token, other=-1)
+                base = tl.load(windows + (route >> 40), mask=route >= 0, other=0)
+                target = base + mine + rows_offset + (route & 0xFFFFFFFFFF) * row_bytes
+                place = row_pointers(target, DTYPE, ALIGNMENT)
+                tl.store(place + c, piece, mask=(route >= 0)[:, None] & is_column)
+        else:
+            chosen = ranks_of_tokens(ids, t, num_tokens, num_topk, expert_rank, num_experts, CHOICES)
+            k = tl.arange(0, CHOICES)[None, :]
+            target = mine + rows_offset + t.to(tl.int64) * row_bytes
+            for choice in range(num_topk):
+                peer = tl.max(tl.where(k == choice, chosen, -1), axis=1)
+                is_known = tl.max(((chosen == peer[:, None]) & (k < choice)).to(tl.int32), axis=1) > 0
+                is_sent = is_token & (peer >= 0) & (~is_known)
+                base = tl.load(windows + peer, mask=is_sent, other=0)
+                place = row_pointers(base + target, DTYPE, ALIGNMENT)
+                tl.store(place + c, piece, mask=is_sent[:, None] & is_column)
     end_send(arrivals, boards, num_boards, slot * num_ranks + rank, begun, ticket, number, RANKS)
 
 
@@ -177,8 +193,14 @@ def send_messages(
     peers: tuple[Tensor, int],
     layout: MessageLayout,
     signature: int,
+    planned: Tensor | None = None,
 ) -> None:
-    """Begins a call. `peers` are the addresses of each rank's windows, `[R]` int64, and what divides them all."""
+    """Begins a call.
+
+    Arguments:
+        peers: the addresses of each rank's windows, `[R]` int64, and what divides them all.
+        planned: where the rows of packed messages go, see the kernel; None: row t of a message is token t.
+    """
     rows, ids, weights = batch
     num_tokens, num_topk = ids.shape
     num_ranks = control.num_ranks
@@ -196,10 +218,11 @@ def send_messages(
         num_ranks + tile.num_programs,
         ids.device,
         *(rows.data_ptr(), stride, num_tokens, moves.num_units, ids, bits, num_topk),
-        *(expert_rank, expert_rank.numel(), table, windows.message_bytes, control.num_windows),
+        *(expert_rank, expert_rank.numel(), operation.begun if planned is None else planned, table, windows.message_bytes, control.num_windows),
         *(layout.values, layout.rows, signature, control.rank, num_ranks),
         *(operation.begun, ticket, operation.arrivals, control.boards, operation.slot, control.status),
         HAS_VALUES=weights is not None,
+        IS_PACKED=planned is not None,
         DTYPE=moves.dtype,
         ALIGNMENT=moves.alignment,
         PER_UNIT=moves.per_unit,
@@ -214,18 +237,20 @@ def send_messages(
 def compile_cases() -> list[CompileCase]:
     """Ids and weights of both widths, long and short rows, some ranks and many."""
     pointers = {"expert_rank": "*i32", "arrivals": "*i32"}
-    pointers |= dict.fromkeys(("windows", "begun", "ticket", "boards", "status"), "*i64")
+    pointers |= dict.fromkeys(("planned", "windows", "begun", "ticket", "boards", "status"), "*i64")
     ints = ("num_tokens", "num_units", "num_topk", "num_experts", "rank", "num_ranks")
     cases = []
-    for ids, weights, row_bytes, ranks in (
-        ("*i64", "*i32", 14336, 8),
-        ("*i32", "*i64", 512, 128),
-        ("*i64", "", 14336, 8),
+    for ids, weights, row_bytes, ranks, is_packed in (
+        ("*i64", "*i32", 14336, 8, False),
+        ("*i32", "*i64", 512, 128, False),
+        ("*i64", "", 14336, 8, False),
+        ("*i64", "*i32", 14336, 128, True),
     ):
         moves = moves_of(row_bytes, 16)
         tile = tile_of(128, moves)
         constants = {
             "HAS_VALUES": bool(weights),
+            "IS_PACKED": is_packed,
             "DTYPE": moves.dtype,
             "ALIGNMENT": moves.alignment,
             "PER_UNIT": moves.per_unit,
@@ -240,7 +265,7 @@ def compile_cases() -> list[CompileCase]:
         what = f"weights of {weights[2:]} bits" if weights else "no weights"
         cases.append(
             CompileCase(
-                name=f"send_messages {ids}, {what}, {tile.columns} columns, {ranks} ranks",
+                name=f"send_messages {ids}, {what}, {tile.columns} columns, {ranks} ranks{', packed' * is_packed}",
                 kernel=send_messages_kernel,
                 signature={name: types.get(name, "i64") for name in send_messages_kernel.arg_names},
                 constexprs=constants,
