@@ -52,10 +52,11 @@ def _details(session: Session, mode: str, algorithm: Algorithm) -> list[str]:
         return [f"{algorithm.refusal}."]
     if session.hops is None or session.topology.num_domains == 1:
         return []
+    if not session.device.is_host:
+        how = [f"tensors on {session.device.kind} cross between domains from rank to rank"]
+        return how if mode == "throughput" else [*how, "dispatch: a message for each; combine: a row per route"]
     if mode != "throughput":
         return _promised(session.hops)
-    if not session.device.is_host:
-        return [f"tensors on {session.device.kind} cross between domains from rank to rank"]
     return _choices(session.hops)
 
 

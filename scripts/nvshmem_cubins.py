@@ -29,12 +29,12 @@ sys.path.insert(0, str(ROOT))
 
 import triton  # noqa: E402
 
-from moecomm.kernels.triton import far_push, far_wait, ptx_rules  # noqa: E402
+from moecomm.kernels.triton import captured_far, far_push, far_wait, ptx_rules  # noqa: E402
 from moecomm.kernels.triton.cross_compile import Compiled, cross_compile  # noqa: E402
 from moecomm.kernels.triton.nvshmem_device import linked_with  # noqa: E402
 from moecomm.transports.nvshmem_library import NvshmemLibrary, find_library, library_in  # noqa: E402
 
-CASES = [*far_push.linked_cases(), *far_wait.linked_cases()]
+CASES = [*far_push.linked_cases(), *far_wait.linked_cases(), *captured_far.linked_cases()]
 OF_CUDA = ("vprintf", "__assertfail")
 WITHOUT_BODY = re.compile(r"^\.extern\s+\.func\b(?:\s*\([^)]*\))?\s*([\w$]+)", re.MULTILINE)
 

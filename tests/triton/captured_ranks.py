@@ -165,9 +165,10 @@ class CapturedRank:
 
     Arguments:
         boards, windows, outputs: by rank, addresses of memory as `Case.memory` says.
+        far: as `CapturedExchange` takes it.
     """
 
-    def __init__(self, case, rank, boards, windows, outputs, *, timeout_ns=TIMEOUT_NS):
+    def __init__(self, case, rank, boards, windows, outputs, *, timeout_ns=TIMEOUT_NS, far=None):
         needed = case.memory()[3]
         self.case, self.rank, self.windows, self.outputs = case, rank, windows, outputs
         self.message_bytes, self.output_bytes = needed.message + GUARD, needed.output + GUARD
@@ -183,6 +184,7 @@ class CapturedRank:
             max_tokens_per_rank=case.most,
             max_in_flight=case.depth,
             timeout_ns=timeout_ns,
+            far=far,
         )
         if case.too_few_windows:
             control = self.exchange.control

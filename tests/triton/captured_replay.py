@@ -15,13 +15,14 @@ from moecomm.kernels.triton import (
     captured_zeros,
     counts,
     flat,
+    nvshmem_device,
     plans,
     push,
     runtime,
 )
 
 MODULES = [captured_announce, captured_combine, captured_messages, captured_plan, captured_rows, captured_send]
-MODULES += [captured_cards, captured_ready, captured_static, captured_zeros, counts, flat, plans, push]
+MODULES += [captured_cards, captured_ready, captured_static, captured_zeros, counts, flat, nvshmem_device, plans, push]
 
 
 @contextlib.contextmanager

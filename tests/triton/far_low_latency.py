@@ -1,11 +1,16 @@
 """Low-latency calls between ranks that cannot address each other's memory, on stand-in devices over a late network."""
 
+import os
+from datetime import timedelta
+
+import pytest
 import torch
 from late_ranks import SIZES
 from nvshmem_ranks import OwnDevice, opened
 
-from moecomm import Communicator
-from moecomm.testing import masked, with_duplicates
+from moecomm import CallMismatch, CapacityExceeded, Communicator, PeerTimeout
+from moecomm.kernels.triton import captured
+from moecomm.testing import masked, uniform, with_duplicates
 from moecomm.testing.compare import assert_bitwise_equal
 from moecomm.testing.contracts.cases import random_rows
 
@@ -58,3 +63,75 @@ def compare(group, dtype, num_calls, transport="nvshmem"):
         else:
             assert_bitwise_equal(got[what], want, f"rank {group.rank}: {what}")
     return told
+
+
+def check_pair(comm, mode="low_latency"):
+    """A dispatch and a combine that bring back three times what was sent."""
+    x, ids = torch.full((4, 24), float(comm.rank + 1)), uniform(4, 6, 3, seed=comm.rank)
+    received = comm.dispatch(x, ids, mode=mode)
+    assert torch.equal(comm.combine(received.x, received.handle), 3 * x)
+    return received
+
+
+def refuse_and_go_on(group):
+    """Calls that are refused here, and calls in which devices find something wrong; others before and behind."""
+    device, low = OwnDevice(group), {"mode": "low_latency"}
+    with opened(group, device, timeout=timedelta(seconds=20)) as comm:
+        received = check_pair(comm)
+        x, ids = torch.ones(8, 24), uniform(8, 6, 3, seed=comm.rank)
+        with pytest.raises(ValueError, match="max_tokens_per_rank=8"):
+            comm.dispatch(torch.ones(9, 24), uniform(9, 6, 3, seed=0), **low)
+        with pytest.raises(ValueError, match=r"recorded by autograd.*torch\.no_grad"):
+            comm.dispatch(x.clone().requires_grad_(), ids, **low)
+        with pytest.raises(ValueError, match=r"recorded by autograd.*mode='throughput'"):
+            comm.combine(received.x.clone().requires_grad_(), received.handle)
+        check_pair(comm, "throughput")
+        check_pair(comm)
+        wrong = ids.clone()
+        wrong[2, 1] = 6 if comm.rank == 1 else 0
+        same = torch.full_like(ids, 4)
+        form = {"layout": "expert_major"} if comm.rank == 1 else {}
+        for kind, words, given, options in (
+            (ValueError, r"topk_idx\[2, 1\] = 6 of the device of rank 1 \(pid", wrong, {}),
+            (CapacityExceeded, r"48 rows for expert .* 4, but there is room for 16", same, {}),
+            (CallMismatch, "is of another form than what rank", ids, form),
+        ):
+            comm.dispatch(x, given, **low, **options)
+            with pytest.raises(kind, match=words):
+                comm.check()
+            check_pair(comm)
+            comm.check()
+    device.end()
+
+
+def lack_room(group):
+    """There is no memory for what low-latency calls take; throughput calls need none of it."""
+    device = OwnDevice(group)
+    with opened(group, device, memory_limit=1 << 14) as comm:
+        with pytest.raises(ValueError, match="mode 'low_latency' would take .* bytes of cuda memory"):
+            check_pair(comm)
+        check_pair(comm, "throughput")
+    device.end()
+
+
+def die_while_sending(group):
+    """Rank 1 dies in its third dispatch, before it has put anything; who the others say has not come."""
+    device, put, calls = OwnDevice(group), captured.put_messages, []
+
+    def put_or_die(*arguments):
+        calls.append(None)
+        if group.rank == 1 and len(calls) == 3:
+            os._exit(3)
+        put(*arguments)
+
+    captured.put_messages = put_or_die
+    with opened(group, device, timeout=timedelta(seconds=2)) as comm:
+        for _ in range(2):
+            check_pair(comm)
+        with pytest.raises(PeerTimeout, match=r"dispatch #2: .*the device of rank 1 \(pid") as caught:
+            check_pair(comm)
+            comm.check()
+        with pytest.raises(PeerTimeout):
+            check_pair(comm)
+    device.end()
+    return caught.value.peers

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from far_low_latency import compare
+from far_low_latency import compare, die_while_sending, lack_room, refuse_and_go_on
 from nvshmem_ranks import run
+
+from moecomm.testing.failures import RankDied
 
 # Ranks, ranks per domain, the domains that are found; PEs count backwards.
 DOMAINS = {
@@ -19,3 +21,17 @@ def test_ranks_of_several_domains_give_the_native_bits(domains):
     for found, explained in run(compare, num_ranks, per_domain, dtype, 6):
         assert found == domain_of
         assert "low latency  captured" in explained
+
+
+def test_refused_calls_and_faults_leave_the_devices_in_step():
+    run(refuse_and_go_on, 2, 1)
+
+
+def test_where_windows_have_no_room_only_low_latency_is_refused():
+    run(lack_room, 2, 1)
+
+
+def test_a_rank_that_dies_is_named_when_the_timeout_ends():
+    found = run(die_while_sending, 3, 2, return_exceptions=True)
+    assert isinstance(found[1], RankDied)
+    assert found[0] == found[2] == (1,)

@@ -62,10 +62,10 @@ def far_wait(wire: Wire, slot: int, at_least: int | Tensor, *, status: Tensor, t
 
 
 def linked_cases() -> list[CompileCase]:
-    """For up to 8 ranks."""
+    """For up to 8 ranks, and both kinds of value."""
     return [
         CompileCase(
-            name="far_wait 8 ranks",
+            name=f"far_wait 8 ranks{', value in memory' if from_memory else ''}",
             kernel=far_wait_kernel,
             signature={
                 **dict.fromkeys(["board", "slot", "at_least", "timeout_ns"], "i64"),
@@ -73,6 +73,7 @@ def linked_cases() -> list[CompileCase]:
                 "num_ranks": "i32",
                 **dict.fromkeys(["FROM_MEMORY", "RANKS"], "constexpr"),
             },
-            constexprs={"FROM_MEMORY": False, "RANKS": 8},
+            constexprs={"FROM_MEMORY": from_memory, "RANKS": 8},
         )
+        for from_memory in (False, True)
     ]
