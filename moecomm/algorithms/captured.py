@@ -8,8 +8,8 @@ combine    send      rows to where peers read them, a signal
 No number that changes between calls is the host's, nobody waits for a host, and no message goes from host to host. What
 the host must know all the same (autograd records the call, or a compiler has traced it) goes the way of `eager`.
 
-Where some ranks' memory has no address here, kernels put messages and rows to them, and calls that the host must know of
-are refused.
+Where some ranks' memory has no address here, kernels put messages and rows to them, and calls that the host must know
+of are refused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from moecomm import _C
-from moecomm.algorithms.captured_blocks import BlockPool, Lease
 from moecomm.algorithms.calls import Call
+from moecomm.algorithms.captured_blocks import BlockPool, Lease
 from moecomm.algorithms.captured_calls import CapturedCombine, CapturedDispatch
 from moecomm.algorithms.device_algorithm import DeviceAlgorithm
 from moecomm.algorithms.device_calls import DeviceCalls
@@ -42,8 +42,8 @@ __all__ = ["Captured"]
 _VALUE_BYTES = 8
 _WIDTHS = (8, 4, 2)  # of the widest number, as memory allows
 _FAR_AND_HOSTED = (
-    "between domains kernels alone make low-latency calls, and this one is recorded by autograd, or traced; make it under "
-    "torch.no_grad(), or use mode='throughput'"
+    "between domains kernels alone make low-latency calls, and this one is recorded by autograd, or traced; make it "
+    "under torch.no_grad(), or use mode='throughput'"
 )
 
 

@@ -19,7 +19,7 @@ from late_network import LateNetwork
 from window_ranks import fill
 
 from moecomm.kernels.captured import FarMemory
-from moecomm.kernels.triton import captured, captured_far
+from moecomm.kernels.triton import captured_far
 from moecomm.kernels.triton.captured_far import put_messages_kernel, put_outputs_kernel
 from moecomm.kernels.triton.captured_state import NUM_SLOTS
 from moecomm.kernels.triton.nvshmem_device import fence, launch_linked, put, put_signal, signal

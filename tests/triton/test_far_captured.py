@@ -7,6 +7,8 @@ from far_captured import MISTAKES, call_after_call, is_right, replayed
 
 from moecomm.testing import launch
 
+CALLS = {"put", "put_signal", "signal", "fence", "refresh"}
+
 
 def run(fn, num_ranks, *args, timeout=120):
     return launch(fn, num_ranks, *args, backend="processes", timeout=timeout)
@@ -23,8 +25,8 @@ def run(fn, num_ranks, *args, timeout=120):
 )
 def test_dozens_of_calls_give_what_the_reference_says(case, per_domain):
     for calls in run(call_after_call, case.num_ranks, case, per_domain, (0, 0, 9, 7, 3)[case.num_ranks], 1):
-        # One message for each far rank, one run from each expert; nobody waits for the network but for what it brings.
-        assert {"put_signal", "signal", "fence", "refresh"} <= set(calls) <= {"put", "put_signal", "signal", "fence", "refresh"}
+        # Nobody waits for the network but for what it brings.
+        assert {"put_signal", "signal", "fence", "refresh"} <= set(calls) <= CALLS
 
 
 @pytest.mark.parametrize(("num_ranks", "per_domain"), [(2, 1), (3, 2)])

@@ -3,7 +3,7 @@
     T tokens of a source   E num_experts   E_local experts here   R num_ranks
 
     dispatch   pack (`captured_send`) | put one message for each far rank, its signal behind it
-    combine    copy rows (`captured_combine`) | put those of each far rank home, expert by expert, its signal behind them
+    combine    copy rows (`captured_combine`) | put those of each far rank home by expert, its signal behind them
 
 A program makes all that goes to one rank, so one fence orders it: the signal is the last put's own, or a bare one, and
 stands behind a fence. That orders it behind the puts, and behind the signal of the call before, too, so a lane that has

@@ -7,8 +7,8 @@
     ids [Tmax, K] int32 | weights [Tmax, K] | rows [Tmax, H]
 
 Unlike the messages of csrc/cpu/eager.h, these have every part and row at a place that no count moves: row t is token t,
-and is left out where no expert wants it. So rows are on their way before anybody has counted anything. Where some rank is
-far (`captured_far`), rows are packed instead, by all for all: those that go to the receiver, in the order of tokens.
+and is left out where no expert wants it. So rows are on their way before anybody has counted anything. Where some rank
+is far (`captured_far`), rows are packed instead, by all for all: those that go to the receiver, in the order of tokens.
 
 A call has a ticket, one int64 in device memory: how many calls of its operation have begun with it. Call number
 ticket - 1 uses window (ticket - 1) % num_windows, and a lane of a source that has sent it is at least ticket.

@@ -255,7 +255,7 @@ def place_rows(
     block: Block,
     slots: Tensor | None,
 ) -> None:
-    """Copies the rows of all messages to where `routes` say that they go here; `slots` of a packing, if there is one."""
+    """Copies the rows of all messages to where `routes` say that they go here; `slots` is of a packing, or None."""
     alignment = alignment_of(windows.address, windows.message_bytes, layout.rows, block.rows, block.row_bytes)
     moves = moves_of(block.row_bytes, alignment)
     tile = tile_of(control.num_ranks * windows.max_tokens, moves)

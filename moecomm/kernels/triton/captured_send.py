@@ -210,6 +210,7 @@ def send_messages(
     alignment = alignment_of(row_bytes, stride, rows.data_ptr(), known, windows.message_bytes)
     moves = moves_of(row_bytes, alignment)
     tile = tile_of(num_tokens, moves)
+    places = operation.begun if planned is None else planned
     bits = ids
     if weights is not None:
         bits = weights.view(torch.int32 if weights.element_size() == 4 else torch.int64)
@@ -218,7 +219,7 @@ def send_messages(
         num_ranks + tile.num_programs,
         ids.device,
         *(rows.data_ptr(), stride, num_tokens, moves.num_units, ids, bits, num_topk),
-        *(expert_rank, expert_rank.numel(), operation.begun if planned is None else planned, table, windows.message_bytes, control.num_windows),
+        *(expert_rank, expert_rank.numel(), places, table, windows.message_bytes, control.num_windows),
         *(layout.values, layout.rows, signature, control.rank, num_ranks),
         *(operation.begun, ticket, operation.arrivals, control.boards, operation.slot, control.status),
         HAS_VALUES=weights is not None,
