@@ -31,7 +31,7 @@ def test_where_windows_have_no_room_only_low_latency_is_refused():
     run(lack_room, 2, 1)
 
 
-def test_a_rank_that_dies_is_named_when_the_timeout_ends():
+def test_a_rank_that_dies_is_named():
     found = run(die_while_sending, 3, 2, return_exceptions=True)
     assert isinstance(found[1], RankDied)
     assert found[0] == found[2] == (1,)

@@ -7,8 +7,9 @@ differ. What the protocol may rely on, which is less than some networks give:
 - A put is under way when the call returns. Its source must not change, and nothing may be said of its bytes, before a
   quiet. Puts arrive in pieces, in any order.
 - The signal of a put-with-signal comes behind the bytes of this put, not behind those of earlier ones.
-- A fence orders all that this program has put or signalled to a PE before what it puts or signals there afterwards.
-- A quiet returns when all that this program has put and signalled has arrived.
+- A fence orders all that this program, and the same program of kernels before this one, has put or signalled to a PE
+  before what it puts or signals there afterwards.
+- A quiet returns when all of that has arrived.
 - Behind an acquire of a counter to which a network has added, `refresh` makes visible what the network wrote before.
 
 The functions' names are those of NVSHMEM 3.4 and later. They are reached through `nvshmem_device.ll`, see there, and
