@@ -34,7 +34,10 @@ def explain(session: Session, transport_name: str, rank: int) -> str:
         lines += _entry(mode.replace("_", " "), algorithm.name, *_details(session, mode, algorithm))
     if session.hops is not None and topology.num_domains > 1:
         sent, passed = _size(session.hops.between), _size(session.hops.forwarded)
-        lines += _entry("so far", f"rank {rank} has put {sent} to ranks of other domains", f"and passed on {passed}")
+        rest = [] if session.device.is_host else ["but for low-latency calls, whose bytes only the device knows"]
+        lines += _entry(
+            "so far", f"rank {rank} has put {sent} to ranks of other domains", f"and passed on {passed}", *rest
+        )
     return "\n".join(lines)
 
 
