@@ -120,16 +120,16 @@ def dispatch_and_check(comm):
 
 
 def die_while_sending(group):
-    """Rank 1 dies in its third dispatch, before it has put anything; who the others say has not come."""
-    device, put, calls = OwnDevice(group), captured.put_messages, []
+    """Rank 1 dies in its third dispatch, before it has sent anything; who the others say has not come."""
+    device, send, calls = OwnDevice(group), captured.send_messages, []
 
-    def put_or_die(*arguments):
+    def send_or_die(*arguments):
         calls.append(None)
         if group.rank == 1 and len(calls) == 3:
             os._exit(3)
-        put(*arguments)
+        send(*arguments)
 
-    captured.put_messages = put_or_die
+    captured.send_messages = send_or_die
     with opened(group, device, timeout=timedelta(seconds=2)) as comm:
         for _ in range(2):
             check_pair(comm)
