@@ -194,15 +194,15 @@ def spoiled(rank, mistake):
     return undo
 
 
-def is_right(group, per_domain, mistake, seed):
+def is_right(group, per_domain, mistake, in_pairs, seed):
     """Whether some calls give what they should; without combines, dispatches come one upon the other."""
     case = Case(group.size, "slab", num_experts=4, topk=3, hidden=6, too_few_windows=mistake == "too few windows")
     with far_rank(group, case, per_domain, seed, timeout_ns=2_000_000_000) as rank:
         undo = spoiled(rank, mistake)
         try:
-            for call in range(4 if mistake != "no fence" else 12):
+            for call in range(4 if in_pairs else 12):
                 inputs = case.inputs(call, [case.most] * group.size)
-                rank.pair(call, inputs) if mistake != "no fence" else rank.dispatch(call, inputs)
+                rank.pair(call, inputs) if in_pairs else rank.dispatch(call, inputs)
         except Exception:  # noqa: BLE001 - whatever becomes of wrong bytes; who waits for this rank gives up soon
             return False
         finally:
