@@ -46,9 +46,11 @@ class LateNetwork:
         heaps: by PE the address here of each rank's heap.
         pe: mine.
         nbytes: of each heap.
+        lateness: how much later than it has to be everything arrives.
     """
 
-    def __init__(self, seed, heaps, pe, nbytes):
+    def __init__(self, seed, heaps, pe, nbytes, lateness=1):
+        self._lateness = lateness
         self._random = random.Random(seed)
         self._heaps, self._mine, self._nbytes = heaps, heaps[pe], nbytes
         self._lock = threading.RLock()
@@ -159,7 +161,7 @@ class LateNetwork:
             self._under_way.remove(op)
 
     def _trickle(self):
-        while not self._closed.wait(self._random.choice([0.0005, 0.002, 0.01])):
+        while not self._closed.wait(self._lateness * self._random.choice([0.0005, 0.002, 0.01])):
             with self._lock:
                 if self._under_way:
                     self._deliver_one(self._eager() or self._under_way)
