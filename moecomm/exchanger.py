@@ -128,11 +128,10 @@ class Exchanger:
                 topk_idx = topk_idx if topk_idx.is_contiguous() else topk_idx.contiguous()
                 form = (topk_idx, layout, expert_alignment)
                 routing = Routing(*form, capacity=num_rows, recording=recording, is_hosted=is_hosted, mode=mode)
-                is_known = not algorithm.is_by_device(
-                    None, is_hosted=is_hosted, recording=recording, is_fixed=capacity is not None
-                )
-                if is_known and (recording or is_hosted) and is_recomputing():
-                    self._check_recompute(topk_idx)
+                if (recording or is_hosted) and is_recomputing():
+                    who = {"is_hosted": is_hosted, "recording": recording, "is_fixed": capacity is not None}
+                    if not algorithm.is_by_device(None, **who):  # else the device finds out, in the backward
+                        self._check_recompute(topk_idx)
             else:
                 if topk_idx is not None:
                     raise ValueError("topk_idx must be None when a handle is given: the handle holds the routing")

@@ -131,7 +131,15 @@ class _Combine(torch.autograd.Function):
             y, topk_weights = saved
             return *_weighted_adjoint(grad, y, topk_weights, handle), None, None, None, None
         grad_y, grad_values = _dispatch(grad, grad_home if ctx.is_valued else None, handle)
-        return grad_y, None, grad_values, None, None, None
+        return _apart(grad_y, handle), None, _apart(grad_values, handle), None, None, None
+
+
+def _apart(grad: Tensor | None, handle: Handle) -> Tensor | None:
+    """The same gradient, to which autograd adds no others in place: a second tensor refers to its memory.
+
+    Of a fixed shape, rows that no route fills must stay zero; in a graph nobody would notice who writes to them.
+    """
+    return grad.view_as(grad) if grad is not None and handle.capacity else grad
 
 
 def _recall(ctx: Any, operation: Operation) -> tuple[Handle, tuple[Tensor, ...]]:

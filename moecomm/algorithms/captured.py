@@ -57,7 +57,6 @@ class Captured(DeviceAlgorithm):
 
     name = "captured"
     dispatching, combining = Operation.EAGER_DISPATCH, Operation.EAGER_COMBINE
-    has_gradients = False
 
     def __init__(self, exchange: Exchange, sizes: EagerSizes, max_in_flight: int, timeout: float) -> None:
         device, queue = exchange.device, exchange.queue

@@ -24,15 +24,12 @@ class DeviceAlgorithm(Algorithm):
 
     Attributes:
         dispatching, combining: what its calls are, in messages to the peers.
-        has_gradients: kernels make calls that autograd records, too, and bring values home. Then it makes no difference
-            to who makes a call whether all ranks record it.
         exchange: what calls share.
         hosted: makes the calls that the host must know of.
     """
 
     dispatching: ClassVar[Operation]
     combining: ClassVar[Operation]
-    has_gradients: ClassVar[bool]
     exchange: Exchange
     hosted: Algorithm
 

@@ -28,7 +28,7 @@ __all__ = ["DeviceCalls", "DeviceJob"]
 
 A = TypeVar("A")
 _REMEMBERED = 512  # calls that are looked at; marks last for twice as many
-_EPOCH = 1 << 32  # numbers of calls between two errors that are forgotten
+_EPOCH = 10**12  # numbers set aside for the calls between two errors that are forgotten; easy to read
 
 
 class DeviceJob(Protocol):

@@ -49,7 +49,6 @@ class Static(DeviceAlgorithm):
 
     name = "static"
     dispatching, combining = Operation.DISPATCH, Operation.COMBINE
-    has_gradients = True
 
     def __init__(self, exchange: Exchange, captured: Captured, sizes: EagerSizes, max_in_flight: int) -> None:
         self.exchange = exchange

@@ -70,9 +70,6 @@ for block, at_home in ((flat, None), (grouped, weights)):
     static.announce(x, ids, block, signature=1, topk_weights=weights)
     static.push(block)
     static.arrive(block)
-    static.send_rows(y, block.answered, place=1 << 35, signature=1)
-    static.sum_rows(block.answered, x, signature=1, topk_weights=at_home)
-    static.release(block.answered)
     kept = static.answered(block, torch.zeros(static.answered_words(block, T)).long(), T)
     static.keep(block, kept)
     values, at = torch.zeros(1024, K) if block is flat else torch.zeros(1024), {"values_at": 1 << 37}
@@ -80,4 +77,8 @@ for block, at_home in ((flat, None), (grouped, weights)):
     home = {"home": torch.zeros(T, K), "topk_idx": ids.int() if block is flat else None}
     static.sum_rows(kept, x, signature=1, topk_weights=at_home, **home)
     static.release(kept)
+    # What is launched last counts, and values are narrow.
+    static.send_rows(y, block.answered, place=1 << 35, signature=1)
+    static.sum_rows(block.answered, x, signature=1, topk_weights=at_home)
+    static.release(block.answered)
 json.dump(compiled, sys.stdout)

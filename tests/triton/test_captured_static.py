@@ -153,7 +153,7 @@ def test_each_mistake_comes_out_with_one_of_eight_seeds(mistake, monkeypatch):
 
 
 def test_rows_that_change_before_everybody_has_read_them_come_out(monkeypatch):
-    monkeypatch.setattr(StaticExchange, "release", lambda self, block: self._combines.end(block.placed))
+    monkeypatch.setattr(StaticExchange, "release", lambda self, answered: self._combines.end(answered))
     assert is_caught(CHAOS, in_pairs=True), "nobody has noticed"
 
 

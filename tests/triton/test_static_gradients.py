@@ -10,7 +10,8 @@ from late_device import LateDevice
 from late_ranks import SIZES, TOKENS
 from torch.utils.checkpoint import checkpoint
 
-from moecomm import Communicator, RoutingChanged
+from moecomm import CapacityExceeded, Communicator, RoutingChanged
+from moecomm.exchanger import Exchanger
 from moecomm.testing import launch, masked, with_duplicates
 from moecomm.testing.compare import assert_bitwise_equal
 from moecomm.testing.contracts.cases import random_rows
@@ -134,6 +135,41 @@ def test_who_makes_a_call_does_not_depend_on_who_records_it(fixed):
     launch(record_on_some, 2, fixed, timeout=60)
 
 
+# -- nothing arrives, and too much -----------------------------------------------------------------------------------
+
+
+def run_out_of_room(group, fixed):
+    device = LateDevice(5e-4 * group.rank)
+    with opened(group, device) as comm:
+        x, ids = inputs_of(comm.rank)
+
+        def learn_from(x, ids, **options):
+            leaf = x.clone().requires_grad_()
+            received = comm.dispatch(leaf, ids, **(fixed | options))
+            home = comm.combine(2 * received.x, received.handle)
+            return torch.autograd.grad(home.sum(), leaf)[0]
+
+        for _ in range(2):
+            with contextlib.suppress(CapacityExceeded):  # where a later call has been told
+                learn_from(x, torch.zeros_like(ids[:, :1]), capacity=3)
+            with pytest.raises(CapacityExceeded, match=f"{4 * comm.num_ranks} rows for rank 0, but .* room for 3"):
+                comm.check()
+            group.all_gather(None)
+            found = learn_from(x, ids)
+            assert torch.equal(found, 2 * home_of(comm, torch.ones_like(x), ids, fixed.get("layout")))
+        few = x[: 2 * comm.rank]
+        found = learn_from(few, torch.full_like(ids[: 2 * comm.rank], -1))  # no rows go anywhere, and rank 0 has none
+        assert torch.equal(found, torch.zeros_like(few))
+        assert calls_of_hosts(comm) == 0
+        comm.check()
+    device.end()
+
+
+@pytest.mark.parametrize(("num_ranks", "fixed"), [(1, FIXED), (2, FIXED), (2, FLAT)], ids=str)
+def test_ranks_go_on_after_they_ran_out_of_room_and_where_nothing_arrives(num_ranks, fixed):
+    launch(run_out_of_room, num_ranks, fixed, timeout=60)
+
+
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +211,34 @@ def test_a_backward_keeps_no_rows_that_a_checkpoint_does_not():
             del out
     device.end()
     assert alive[6] == alive[2]
+
+
+def test_other_gradients_are_not_added_where_rows_arrive(monkeypatch):
+    """In a graph nobody would notice, and rows that no route fills would not be zero in the next replay."""
+    arrived, again = [], Exchanger.dispatch_again
+
+    def look(*args):
+        arrival = again(*args)
+        arrived.append((arrival.x.data_ptr(), arrival.x.shape))
+        return arrival
+
+    monkeypatch.setattr(Exchanger, "dispatch_again", look)
+    device = LateDevice()
+    with opened(None, device) as comm:
+        x, ids = inputs_of(0)
+        received = comm.dispatch(x.requires_grad_(), ids, **FIXED)
+        y = received.x + 1
+        y.retain_grad()
+        other = y.square().sum()  # whose gradient comes second
+        home = comm.combine(y, received.handle)
+        (home.sum() + other).backward()
+        num_rows = int(received.num_tokens_per_expert.sum())
+        ((address, shape),) = arrived
+        rows = device.view(address, None, x.dtype, shape)
+        assert torch.equal(y.grad, rows + 2 * y)
+        assert bool((y.grad[num_rows:] == 2).all())
+        assert not rows[num_rows:].any()
+    device.end()
 
 
 # -- recompute -------------------------------------------------------------------------------------------------------

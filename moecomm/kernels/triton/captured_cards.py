@@ -142,11 +142,6 @@ def plan_announced_kernel(
         source = tl.arange(0, ALL_RANKS)
         header = (cards + source * card_bytes).to(tl.pointer_type(tl.int64))
         is_rank = source < num_ranks
-        said = tl.load(header, mask=is_rank, other=0)
-        stranger = find_rank(is_rank & (said != signature) & (said != changed_signature(signature)), source, num_ranks)
-        changer = find_rank(is_rank & (said == changed_signature(signature)), source, num_ranks)
-        where = tl.load(header + 1, mask=is_rank, other=_NOWHERE)
-        wrong = find_rank(is_rank & (where < _NOWHERE), source, num_ranks)
         # Without a plan nothing goes there, so they need not be right.
         region = tl.load(regions + source, mask=is_rank, other=0)
         for plane in tl.static_range(_NUM_PLANES):
@@ -169,6 +164,12 @@ def plan_announced_kernel(
             ALL_RANKS,
             GROUPS,
         )
+        # Looked at here, so that nothing of it takes registers while rows are placed.
+        said = tl.load(header, mask=is_rank, other=0)
+        stranger = find_rank(is_rank & (said != signature) & (said != changed_signature(signature)), source, num_ranks)
+        changer = find_rank(is_rank & (said == changed_signature(signature)), source, num_ranks)
+        where = tl.load(header + 1, mask=is_rank, other=_NOWHERE)
+        wrong = find_rank(is_rank & (where < _NOWHERE), source, num_ranks)
         if stranger < num_ranks:
             report_fault(status, fault, slot, number, stranger, 0, 0, MISMATCH)
         elif changer < num_ranks:
