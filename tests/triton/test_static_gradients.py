@@ -298,3 +298,33 @@ def recompute(group, way, fixed, culprit):
 )
 def test_a_recompute_that_routes_otherwise_stops_all_ranks(num_ranks, way, fixed, culprit):
     launch(recompute, num_ranks, way, fixed, culprit, timeout=200)
+
+
+def change_the_shape(group):
+    device = LateDevice()
+    with opened(group, device) as comm:
+        x, ids = inputs_of(comm.rank)
+        routes = iter([])
+
+        def part(x):
+            received = comm.dispatch(x, next(routes), **FIXED)
+            return comm.combine(received.x, received.handle)
+
+        def step(second):
+            nonlocal routes
+            routes = iter([ids, second])
+            leaf = x.clone().requires_grad_()
+            out = checkpoint(part, leaf, use_reentrant=False, determinism_check="none")
+            return torch.autograd.grad(out.sum(), leaf)[0]
+
+        for _ in range(2):  # alike on all ranks, which go on
+            with pytest.raises(RoutingChanged, match=r"topk_idx of shape \[4, 2\], the forward had \[4, 3\]"):
+                step(ids[:, :2])
+            group.all_gather(None)
+            assert torch.equal(step(ids), torch.full_like(x, 3))
+        comm.check()
+    device.end()
+
+
+def test_a_recompute_of_another_shape_is_found_by_the_host():
+    launch(change_the_shape, 2, timeout=60)
