@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from moecomm import _C
-from moecomm.algorithms.calls import Call
 from moecomm.algorithms.captured_blocks import BlockPool, Lease
 from moecomm.algorithms.captured_calls import CapturedCombine, CapturedDispatch
 from moecomm.algorithms.device_algorithm import DeviceAlgorithm
@@ -200,40 +199,17 @@ class Captured(DeviceAlgorithm):
     def capacity(self, layout: str, expert_alignment: int) -> int:
         return self._sizes.rows(layout, expert_alignment)
 
-    def is_by_device(self, routing: Routing | None, *, is_hosted: bool, is_fixed: bool) -> bool:
-        return (self._has_far or not is_hosted) and (routing is None or routing.on_device is not None)
+    def is_by_device(self, routing: Routing | None, *, is_hosted: bool, recording: bool, is_fixed: bool) -> bool:
+        # Where ranks are far nobody else makes calls, so refusals are these calls' as well.
+        is_ours = self._has_far or not (is_hosted or recording)
+        return is_ours and (routing is None or routing.on_device is not None)
 
     def make_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> CapturedDispatch:
-        if self._has_far and routing.is_hosted:
+        if self._has_far and (routing.is_hosted or routing.recording):
             raise ValueError(_FAR_AND_HOSTED)
         return CapturedDispatch(self, x, routing, row_format, topk_weights)
-
-    def begin_combine(
-        self,
-        y: torch.Tensor,
-        routing: Routing,
-        row_format: RowFormat,
-        *,
-        topk_weights: torch.Tensor | None,
-        values: torch.Tensor | None,
-        may_change: bool,
-        per_host: bool = False,
-    ) -> Call:
-        if self._has_far and (routing.is_hosted or values is not None):
-            error = ValueError(_FAR_AND_HOSTED)
-            self.exchange.refuse_by_device(self.combining, error)
-            raise error
-        return super().begin_combine(
-            y,
-            routing,
-            row_format,
-            topk_weights=topk_weights,
-            values=values,
-            may_change=may_change,
-            per_host=per_host,
-        )
 
     def make_combine(
         self,
@@ -241,9 +217,12 @@ class Captured(DeviceAlgorithm):
         known: DeviceRouting,
         routing: Routing,
         row_format: RowFormat,
-        topk_weights: torch.Tensor | None,
         *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,  # never: hosts take part then, if they can
         per_host: bool,  # on a device, in one domain: the same
     ) -> CapturedCombine:
+        if self._has_far and (routing.is_hosted or routing.recording or values is not None):
+            raise ValueError(_FAR_AND_HOSTED)
         self.exchange.memory.num_copies += 1
         return CapturedCombine(self, y, known, routing, row_format, topk_weights)

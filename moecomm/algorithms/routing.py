@@ -55,10 +55,11 @@ class Routing(NamedTuple):
             all ranks.
         origin, fingerprint: what the stamp says, where that is known without reading a tensor; else None.
         recording: autograd records the call here. Ranks need not agree.
-        is_hosted: the host must know what comes of the call: autograd records it, or it is an operator's. On a device
-            all ranks agree.
+        is_hosted: the host must know what comes of the call, which is an operator's. On a device all ranks agree.
         on_device: what the device alone knows, with counts and stamp; None: the host knows all.
         mode: which algorithm carries it: `throughput`, or `low_latency`, whose shapes are always fixed.
+        changed: one int64 on the device: whether a recompute here has routed otherwise than this, so that no rank may
+            use what the call brings; None: it has not.
     """
 
     topk_idx: torch.Tensor
@@ -74,6 +75,7 @@ class Routing(NamedTuple):
     is_hosted: bool = False
     on_device: DeviceRouting | None = None
     mode: str = "throughput"
+    changed: torch.Tensor | None = None
 
     def known_to_host(self) -> Routing:
         """The same with counts and stamp on the host, which waits for the device if it has to."""

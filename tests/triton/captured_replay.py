@@ -4,6 +4,7 @@ import contextlib
 
 from moecomm.kernels.triton import (
     captured_announce,
+    captured_answers,
     captured_cards,
     captured_combine,
     captured_messages,
@@ -15,14 +16,17 @@ from moecomm.kernels.triton import (
     captured_zeros,
     counts,
     flat,
+    gradients,
     nvshmem_device,
     plans,
     push,
     runtime,
+    values,
 )
 
 MODULES = [captured_announce, captured_combine, captured_messages, captured_plan, captured_rows, captured_send]
 MODULES += [captured_cards, captured_ready, captured_static, captured_zeros, counts, flat, nvshmem_device, plans, push]
+MODULES += [captured_answers, gradients, values]
 
 
 @contextlib.contextmanager
