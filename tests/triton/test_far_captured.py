@@ -44,5 +44,4 @@ def test_a_mistake_shows_with_one_of_a_few_seeds(mistake):
 
 @pytest.mark.parametrize("in_pairs", [True, False])
 def test_without_a_mistake_nothing_shows(in_pairs):
-    for seed in range(2):
-        assert run(is_right, 2, 1, "", in_pairs, seed) == [True, True]
+    assert run(is_right, 2, 1, "", in_pairs, 0) == [True, True]
