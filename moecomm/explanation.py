@@ -54,9 +54,11 @@ def _details(session: Session, mode: str, algorithm: Algorithm) -> list[str]:
         return []
     if mode != "throughput":
         return _promised(session.hops)
-    if not session.device.is_host:
+    if session.device.is_host:
+        return _choices(session.hops)
+    if not session.num_crossings:
         return [f"tensors on {session.device.kind} cross between domains from rank to rank"]
-    return _choices(session.hops)
+    return [*_choices(session.hops), "combine from rank to rank: a row per route; reduce='per_host': over rails"]
 
 
 def _choices(hops: Hops) -> list[str]:

@@ -12,6 +12,7 @@ __all__ = [
     "LANE_BEGUN",
     "LANE_CHUNK",
     "LANE_CREDIT",
+    "LANE_CROSSED",
     "LANE_DONE",
     "LANE_GRANTED",
     "LANE_NOTICED",
@@ -25,18 +26,25 @@ __all__ = [
 # Counter slots. A lane's value is the number of calls for which its source has got that far.
 LANE_BEGUN = 0
 LANE_GRANTED = 1
-LANE_DONE = 2
+# Of calls of devices over rails alone; it stands where the last such call was.
+LANE_CROSSED = 2
+LANE_DONE = 3
 # Counts the calls that its source gave up on.
-LANE_NOTICED = 3
+LANE_NOTICED = 4
 # Count chunks, see channels.py: those sent to me, and those of mine that were taken out.
-LANE_CHUNK = 4
-LANE_CREDIT = 5
+LANE_CHUNK = 5
+LANE_CREDIT = 6
 # What may let a stream go on.
 TRAFFIC_LANES = range(LANE_GRANTED, LANE_CREDIT + 1)
 # Counts the calls of the devices alone that its source has refused to make.
-LANE_REFUSED = 6
-NUM_LANES = 7
-_LANE_NAMES = ("has not made the call", "has not granted receive memory", "has not finished its part")
+LANE_REFUSED = 7
+NUM_LANES = 8
+_LANE_NAMES = (
+    "has not made the call",
+    "has not granted receive memory",
+    "has not sent its rows to the rails",
+    "has not finished its part",
+)
 
 
 class Phase(NamedTuple):

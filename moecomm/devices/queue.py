@@ -164,6 +164,27 @@ class OrderedQueue(Queue):
     def keep(self, call: Any, *tensors: Tensor | None) -> None:
         """Keeps tensors alive until the call's work is done."""
 
+    @abc.abstractmethod
+    def count_crossings(
+        self,
+        topk_idx: Tensor,
+        expert_rank: Tensor,
+        num_ranks: int,
+        counts: Tensor,
+        expert_domain: Tensor,
+        crossings: Tensor,
+    ) -> int:
+        """`count_routes`, and in the same wait how many tokens have an expert in each domain.
+
+        Arguments:
+            topk_idx, expert_rank, num_ranks, counts: as there.
+            expert_domain: `[E]` int32 on the device, the domain of each expert.
+            crossings: `[D]` int32 on the host, overwritten.
+
+        Raises:
+            ValueError, PeerTimeout, PeerLost: as there.
+        """
+
     def put(self, memory: Memory, runs: Sequence[FarRun]) -> None:
         """Puts runs from a region of mine to the same region of ranks whose memory has no address here.
 
