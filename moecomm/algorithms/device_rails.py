@@ -94,14 +94,16 @@ class DeviceRails:
         Arguments:
             routing: of the call, with counts.
             source: the rank.
-            ids: `[n, K]` of all its tokens that have an expert here, -1 for experts of other domains.
+            ids: `[n, K]` of all its tokens that have an expert here, -1 for experts of other domains; as the rank's
+                device has put them, for which this device has waited.
         """
         exchange = self._exchange
         assert routing.counts is not None
         form = (routing.layout, routing.expert_alignment, routing.capacity)
         bases = plan_exchange(routing.counts.numpy(), exchange.placement, source, *form).bases
         plan = exchange.kernels.plan_flat if routing.layout == "flat" else exchange.kernels.plan_expert_major
-        return plan(ids, exchange.expert_rank, self.queue.upload(torch.from_numpy(bases)))
+        routes = plan(ids, exchange.expert_rank, self.queue.upload(torch.from_numpy(bases)))
+        return self.queue.unless_failed(routes)
 
     def domain_routes(self, topk_idx: torch.Tensor, *, with_own: bool) -> torch.Tensor:
         """`[T, K]` int64: a route for each domain of a token, ascending, to its row there. By the device's work.

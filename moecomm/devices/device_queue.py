@@ -311,6 +311,9 @@ class DeviceQueue(OrderedQueue):
         wait = functools.partial(self._kernels.wait, status=self._status, timeout_ns=self._timeout_ns)
         self.run(wait, self._board, lane, sequence + 1)
 
+    def unless_failed(self, routes: Tensor) -> Tensor:
+        return torch.where(self._status[0] == 0, routes, -1)
+
     def is_done(self, rank: int, lane: int, sequence: int) -> bool:
         seen = self._device.pinned(torch.empty(self._num_ranks * NUM_SLOTS, dtype=torch.int64))
 

@@ -206,6 +206,13 @@ class OrderedQueue(Queue):
         """What follows comes after all ranks' `signal_all` for the call."""
 
     @abc.abstractmethod
+    def unless_failed(self, routes: Tensor) -> Tensor:
+        """Routes as they are, or -1 in place of all once a wait has failed; to be called by work.
+
+        Where they come from what peers' devices wrote, they may name any place then.
+        """
+
+    @abc.abstractmethod
     def is_done(self, rank: int, lane: int, sequence: int) -> bool:
         """Whether a rank's device has come so far with a call; the host waits for the answer, not for the rank."""
 

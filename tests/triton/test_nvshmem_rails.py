@@ -2,14 +2,18 @@
 
 import contextlib
 import gc
+from datetime import timedelta
 
 import pytest
 import torch
+from late_device import LateStream
 from late_ranks import CAPACITY, SIZES, THROUGHPUT, TOKENS
 from nvshmem_ranks import OwnDevice, compare, opened, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moecomm import Communicator, MemoryLimitExceeded, PeerFailed
+from moecomm import Communicator, MemoryLimitExceeded, PeerFailed, PeerTimeout
+from moecomm.algorithms.calls import LANE_CROSSED
+from moecomm.kernels.registry import wire_kernels_for
 from moecomm.testing import with_duplicates
 from moecomm.testing.compare import assert_bitwise_equal
 from moecomm.testing.contracts.cases import random_rows
@@ -178,3 +182,51 @@ def watched(group):
 
 def test_handles_of_operators_know_what_crosses():
     assert run(watched, 2, 1) == [True, True]
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+class Silent:
+    """The product's kernels; what rank 0 sends over rails is put and signalled in the first call only."""
+
+    def __init__(self):
+        self._kernels, self._num_crossed = wire_kernels_for("triton"), 0
+        self.wait = self._kernels.wait
+
+    def push(self, wire, runs, memory, slot, **options):
+        self._num_crossed += wire.rank == 0 and slot == LANE_CROSSED
+        if self._num_crossed < 2 or slot != LANE_CROSSED:
+            self._kernels.push(wire, runs, memory, slot, **options)
+
+
+def dispatch_often(comm, ids):
+    """Without a look at what it gives."""
+    for _ in range(3):
+        comm.dispatch(torch.ones(8, 24), ids.expand(8, 3).contiguous())
+
+
+def never_put(group):
+    """Rank 1 waits in vain for what it is to pass on; what lies there names places, and more than were granted."""
+    device = OwnDevice(group, wire_kernels=Silent())
+    stream = LateStream(device.failures)  # a host that gives it a wait does not wait itself
+    with device.using(stream), opened(group, device, algorithm="hierarchical", timeout=timedelta(seconds=1)) as comm:
+        comm.dispatch(torch.zeros(8, 24), torch.tensor([[3, 4, 5]]).expand(8, 3).contiguous())
+        stream.synchronize()
+        region = comm._exchanger.session.memory.region
+        memory = device.bytes_at(region.address, region.nbytes, None).view(torch.int32)
+        ids = torch.tensor([3, 4, 5, 3, 4], dtype=torch.int32).repeat(len(memory) // 5 + 1)[: len(memory)]
+        memory.copy_(ids)
+        group.all_gather(None)
+        with pytest.raises((PeerTimeout, PeerFailed), match=r"the device of rank 0: counter at \d, expected \d"):
+            dispatch_often(comm, torch.tensor([[3, -1, -1]]) if comm.rank == 0 else torch.tensor([[-1, -1, -1]]))
+        group.all_gather(None)
+        is_untouched = torch.equal(memory, ids)
+        stream.synchronize()
+    device.end()
+    return is_untouched
+
+
+def test_where_a_wait_has_failed_nothing_is_passed_on():
+    # Rank 0 has packed its rows.
+    assert run(never_put, 3, 2) == [False, True, True]
