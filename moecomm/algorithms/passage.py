@@ -114,7 +114,7 @@ class Passage:
         return [
             FarRun(part.receiver, offsets[part.receiver] + part.offset, part.packed, self._bytes_of(part))
             for part in self.leaving
-            if part.packed >= 0
+            if part.packed >= 0 and part.num_rows
         ]
 
 
