@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from moecomm.algorithms.signature import Operation, Words
 
 __all__ = [
+    "CALL_LANES",
     "LANE_BEGUN",
     "LANE_CHUNK",
     "LANE_CREDIT",
@@ -29,6 +30,8 @@ LANE_GRANTED = 1
 # Of calls of devices over rails alone; it stands where the last such call was.
 LANE_CROSSED = 2
 LANE_DONE = 3
+# On which a rank may be behind with a call, at the host and at the device.
+CALL_LANES = range(LANE_BEGUN, LANE_DONE + 1)
 # Counts the calls that its source gave up on.
 LANE_NOTICED = 4
 # Count chunks, see channels.py: those sent to me, and those of mine that were taken out.

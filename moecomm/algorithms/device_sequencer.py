@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_CROSSED, LANE_DONE, LANE_GRANTED, Call
+from moecomm.algorithms.calls import CALL_LANES, LANE_BEGUN, LANE_DONE, Call
 from moecomm.algorithms.mailbox import Mailbox
 from moecomm.algorithms.sequencer import Sequencer
 from moecomm.devices.base import Device
@@ -83,7 +83,7 @@ class DeviceSequencer(Sequencer):
     def _catch_up(self) -> None:
         if self._sent[LANE_DONE] < self._owed:
             through = self._outstanding[0].sequence if self._outstanding else self._next_sequence
-            for lane in (LANE_BEGUN, LANE_GRANTED, LANE_CROSSED, LANE_DONE):
+            for lane in CALL_LANES:
                 self._queue.signal_all(lane, through - 1)
         super()._catch_up()
 
