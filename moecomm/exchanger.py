@@ -331,7 +331,7 @@ class Exchanger:
         Raises:
             RoutingChanged: if they differ. The peers learn that this rank gave up on the operation.
         """
-        (first, expected), (second, found) = forward.tolist(), recompute.tolist()
+        (first, expected, *_), (second, found, *_) = forward.tolist(), recompute.tolist()
         if expected == found:
             return
         error = RoutingChanged(f"dispatch #{second} repeats dispatch #{first} for the backward, but {_CHANGED}")

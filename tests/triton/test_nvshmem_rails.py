@@ -10,6 +10,7 @@ from late_device import LateStream
 from late_ranks import CAPACITY, SIZES, THROUGHPUT, TOKENS
 from nvshmem_ranks import OwnDevice, compare, opened, run
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from moecomm import Communicator, MemoryLimitExceeded, PeerFailed, PeerTimeout
 from moecomm.algorithms.calls import LANE_CROSSED
@@ -182,6 +183,28 @@ def watched(group):
 
 def test_handles_of_operators_know_what_crosses():
     assert run(watched, 2, 1) == [True, True]
+
+
+def repeated(group):
+    """Gradients with and without activation checkpointing, which makes the calls of the forward again in backward."""
+    device, found = OwnDevice(group), []
+    with opened(group, device, algorithm="hierarchical") as comm:
+        ids = with_duplicates(3, 6, 3, seed=comm.rank)
+
+        def layer(x):
+            received = comm.dispatch(x, ids)
+            return comm.combine(received.x.square(), received.handle, reduce="per_host")
+
+        for make in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+            x = random_rows((3, 24), torch.float32, f"x {comm.rank}").requires_grad_()
+            make(x).square().sum().backward()
+            found.append(x.grad.clone())
+    device.end()
+    return torch.equal(*found)
+
+
+def test_what_activation_checkpointing_repeats_crosses_alike():
+    assert run(repeated, 2, 1) == [True, True]
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
