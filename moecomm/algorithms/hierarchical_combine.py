@@ -179,7 +179,7 @@ class HierarchicalCombine(Combine):
             for entries, is_whole in zip(self.requests.entries, self.requests.is_whole, strict=True):
                 weights = None
                 if self.topk_weights is not None:
-                    weights = torch.where(is_whole[:, None], self.topk_weights[entries.tokens], 1.0)
+                    weights = torch.where(is_whole[:, None], self.topk_weights[entries.tokens], 1.0).contiguous()
                 outgoing.append(_RequestsOut(me, self.channels.rails[entries.domain], entries, weights, row))
                 row += len(entries.tokens)
             self.traffic = Traffic(self.channels, self.call.sequence, outgoing, is_answered=True)

@@ -69,7 +69,8 @@ def requests_for(rails: Rails, routing: Routing) -> Requests:
         else:
             is_meant = torch.arange(topk_idx.shape[1]) == slots[:, None]
         is_meant = torch.where(whole[:, None], topk_idx[tokens] >= 0, is_meant)
-        entries.append(Entries(domain, tokens, torch.where(is_meant, topk_idx[tokens], -1).to(rails.id_dtype)))
+        ids = torch.where(is_meant, topk_idx[tokens], -1).to(rails.id_dtype).contiguous()
+        entries.append(Entries(domain, tokens, ids))
         is_whole.append(whole)
         answers = torch.arange(row, row + len(tokens))
         home_routes[tokens[~whole], slots[~whole]] = make_route(num_ranks, 0) + answers[~whole]

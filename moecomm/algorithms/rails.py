@@ -152,5 +152,6 @@ def tensor_at(address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.T
 
 def copy_rows(tensor: torch.Tensor, begin: int, end: int, address: int) -> None:
     """Copies rows of a contiguous tensor to memory of this process: `tensor_at(...).copy_` in a tenth of the time."""
+    assert tensor.is_contiguous()
     row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
     ctypes.memmove(address, tensor.data_ptr() + begin * row_bytes, (end - begin) * row_bytes)
