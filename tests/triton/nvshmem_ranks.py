@@ -22,19 +22,19 @@ from moecomm.transports import nvshmem_engine, registry
 MEMORY = 1 << 20
 
 
-def run(fn, num_ranks, per_domain, *args, seed=0, timeout=200, **options):
-    """Calls fn(group, *args) on every rank."""
+def run(fn, num_ranks, per_domain, *args, seed=0, slowness=1, timeout=200, **options):
+    """Calls fn(group, *args) on every rank, over a network of that seed and slowness."""
     with tempfile.TemporaryDirectory() as folder:
-        form = (folder, per_domain, seed)
+        form = (folder, per_domain, seed, slowness)
         return launch(_prepared, num_ranks, form, fn, args, backend="processes", timeout=timeout, **options)
 
 
 def _prepared(group, form, fn, args):
     """As the first function of its process: NVSHMEM seems to be here, and is the double."""
-    folder, per_domain, seed = form
+    folder, per_domain, seed, slowness = form
     Double.reset(folder)
     Double.per_domain = per_domain
-    Double.make_network = lambda heaps, pe, nbytes: LateNetwork(100 * seed + pe, heaps, pe, nbytes)
+    Double.make_network = lambda heaps, pe, nbytes: LateNetwork(100 * seed + pe, heaps, pe, nbytes, slowness)
     known, problem_here, goodbye = dict(registry._known), nvshmem_engine.problem_here, DoubleTransport.goodbye_timeout
     registry._known["nvshmem"] = "nvshmem_double:DoubleTransport"
     nvshmem_engine.problem_here = lambda: Double.fault
