@@ -16,10 +16,10 @@ GRIDS = [
 ARRAYS = (12, 8, 0)
 
 
-def crossings_of(topology):
+def crossings_of(topology, factor=1):
     """`[R, D]`, with zeros among them."""
     numbers = torch.arange(topology.num_ranks * topology.num_domains, dtype=torch.int32)
-    return (numbers * 7 % 5).view(topology.num_ranks, topology.num_domains)
+    return (factor * (numbers * 7 % 5)).view(topology.num_ranks, topology.num_domains)
 
 
 def kinds(topology):
@@ -79,3 +79,53 @@ def test_parts_lie_apart_and_near_ones_are_not_packed(topology):
                 assert (first < 10**9) == is_near == (part.packed < 0)
                 if is_near:
                     assert first == passages[part.receiver].received_arrays(part, blocks[part.receiver])[0]
+
+
+def bytes_of(runs):
+    """Where each byte goes that is put, (rank, target, source), once for each time."""
+    return [(run.rank, run.target + byte, run.source + byte) for run in runs for byte in range(run.nbytes)]
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3, 4])
+@pytest.mark.parametrize("topology", GRIDS[1:], ids=lambda grid: str(grid.domain_of))
+def test_pieces_are_the_parts_and_what_is_passed_on_has_been_put(topology, num_pieces):
+    crossings, ranks, domain_of = crossings_of(topology, 31), range(topology.num_ranks), topology.domain_of
+    far = [[peer for peer in ranks if domain_of[peer] != domain_of[rank]] for rank in ranks]
+    passages = [to_rails(topology, rank, far[rank], crossings, ARRAYS) for rank in ranks]
+    offsets = [10**6 * rank for rank in ranks]
+    there = set()
+    for piece in range(num_pieces):
+        for passage in passages:
+            put = bytes_of(passage.piece(piece, num_pieces, offsets, 1))
+            assert set(put) <= set(bytes_of(passage.runs(offsets)))
+            places = {place[:2] for place in put}
+            assert len(places) == len(put)
+            assert not places & there
+            there |= places
+        for rank, passage in enumerate(passages):
+            for part, share in passage.shares(passage.arriving, piece, num_pieces):
+                rows, ids, _ = passage.received_arrays(part, offsets[rank])
+                assert {(rank, rows + 12 * row + byte) for row in share for byte in range(12)} <= there
+                assert {(rank, ids + byte) for byte in range(8 * part.num_rows)} <= there
+    for passage in passages:
+        for part in passage.arriving:
+            shares = [
+                dict(passage.shares(passage.arriving, piece, num_pieces)).get(part, range(0))
+                for piece in range(num_pieces)
+            ]
+            assert [row for share in shares for row in share] == list(range(part.num_rows))
+
+
+def test_pieces_are_about_equal_and_begin_with_the_next_domain():
+    topology = Topology.grid(1, 1, 1, 1)
+    crossings = torch.full((4, 4), 64, dtype=torch.int32)
+    passage = to_rails(topology, 1, [0, 2, 3], crossings, ARRAYS)
+    shares = [
+        [(part.sender, share) for part, share in passage.shares(passage.arriving, piece, 4)] for piece in range(4)
+    ]
+    assert shares == [
+        [(0, range(48))],
+        [(0, range(48, 64)), (3, range(32))],
+        [(2, range(16)), (3, range(32, 64))],
+        [(2, range(16, 64))],
+    ]

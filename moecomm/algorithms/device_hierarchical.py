@@ -2,14 +2,15 @@
 
 dispatch  announce, grant  as in rendezvous.py; with the counts come those by domain, and a rail also sets memory aside
                            for what passes through it
-          cross            all places known: pack what goes to other domains, put it to my rails; write what stays in
-                           my domain
-          forward          all have put: find the places of the rows of those whose rail I am, write them there
+          cross            all places known: pack what goes to other domains, put it to my rails; beside that, write
+                           what stays in my domain
+          forward          piece by piece, as all have put it: find the places of the rows of those whose rail I am,
+                           write them there
           arrive           as there
 combine   as in rendezvous.py: a row per route, from rank to rank
 with a    ready            as there
 sum per   ask              all are ready: put ids and weights of my tokens to my rail in each domain
-domain    answer           all have asked: sum those tokens' rows in my domain, put the sums home
+domain    answer           all have asked: sum those tokens' rows in my domain, put the sums home, in pieces
           pull             all have answered: add the domains' sums
           release          as there
 

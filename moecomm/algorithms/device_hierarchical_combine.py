@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_CROSSED, LANE_DONE, LANE_GRANTED, Phase
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_CROSSED, LANE_DONE, LANE_GRANTED, Phase, device_count
 from moecomm.algorithms.device_rails import DeviceRails
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.hops import Choice
-from moecomm.algorithms.passage import to_homes, to_rails
+from moecomm.algorithms.passage import Part, pieces_of, to_homes, to_rails
 from moecomm.algorithms.rendezvous_combine import Combine
 from moecomm.algorithms.routing import Routing
 from moecomm.codecs.base import RowFormat
@@ -22,6 +22,7 @@ class DeviceHierarchicalCombine(Combine):
     """One combine of one rank: asks a rail in each domain for sums of its tokens' rows there, and answers others.
 
     In its own domain a rank is its own rail. Requests are ids and weights; answers a row for each token, and values.
+    Sums of one piece are made while those before it are under way, and those that stay in my domain at last.
 
     Arguments:
         exchange, y, routing, row_format, topk_weights, values: as for `Combine`.
@@ -56,6 +57,7 @@ class DeviceHierarchicalCombine(Combine):
         self.requests = to_rails(*where, self.request_bytes, with_own=True)
         self.answers = to_homes(*where, self.answer_bytes)
         self.num_crossing = rails.crossing_rows(crossings)
+        self.rail_routes: dict[int, torch.Tensor] = {}  # by home
         # One block: answers to me, requests to me, and what leaves of either.
         self.at_requests = self.answers.arriving_bytes
         self.at_asked = self.at_requests + self.requests.arriving_bytes
@@ -86,7 +88,7 @@ class DeviceHierarchicalCombine(Combine):
         arrays = {part.receiver: requests.sent_arrays(part, leaving, blocks) for part in requests.leaving}
         exchange.queue.run(self._pack, self.rails.by_domain(arrays))
         exchange.put(leaving, requests.runs(offsets))
-        exchange.sequencer.signal_all(LANE_CROSSED, self.call)
+        exchange.sequencer.signal_all(LANE_GRANTED, self.call)
 
     def _pack(self, addresses: list[list[int]]) -> None:
         self.rails.pack((), self.routing.topk_idx, self.topk_weights, addresses, with_own=True)
@@ -108,25 +110,37 @@ class DeviceHierarchicalCombine(Combine):
         offsets, blocks = self._blocks(-1)
         leaving = self._start + self.at_answered
         targets = {part.receiver: self.answers.sent_arrays(part, leaving, blocks) for part in self.answers.leaving}
-        for part in self.requests.arriving:
-            if part.num_rows:
-                asked = self.requests.received_arrays(part, self._start + self.at_requests)
-                exchange.queue.run(self._answer, part.sender, part.num_rows, asked, targets[part.sender])
-        exchange.put(leaving, self.answers.runs(offsets))
-        exchange.sequencer.signal_all(LANE_GRANTED, self.call)
+        asked = {
+            part.sender: self.requests.received_arrays(part, self._start + self.at_requests)
+            for part in self.requests.arriving
+        }
+        answers, sequence, num_arrays = self.answers, self.call.sequence, len(self.answer_bytes)
+        num_pieces = pieces_of(answers.leaving_bytes)
+        for piece in range(num_pieces):
+            for part, share in answers.shares(answers.leaving, piece, num_pieces):
+                exchange.queue.run(self._answer, part, share, asked[part.receiver], targets[part.receiver])
+            exchange.put(leaving, answers.piece(piece, num_pieces, offsets, num_arrays), beside=True)
+            self.rails.queue.signal_all(LANE_CROSSED, device_count(LANE_CROSSED, sequence, piece, num_pieces))
+        own = next(part for part in answers.leaving if part.receiver == exchange.rank)
+        if own.num_rows:
+            exchange.queue.run(self._answer, own, range(own.num_rows), asked[own.sender], targets[own.sender])
+        exchange.sequencer.signal_all(LANE_CROSSED, self.call)
 
-    def _answer(self, source: int, num_rows: int, asked: list[int], targets: list[int]) -> None:
-        """Sums the rows of one rank's tokens in my domain."""
-        shape, num_planes = (num_rows, self.num_topk), len(self.row_format.plane_bytes)
-        ids = self.device.view(asked[0], None, torch.int32, shape)
+    def _answer(self, part: Part, share: range, asked: list[int], targets: list[int]) -> None:
+        """Sums the rows of some tokens of one rank in my domain."""
+        shape, num_planes = (part.num_rows, self.num_topk), len(self.row_format.plane_bytes)
+        rows = slice(share.start, share.stop)
+        all_ids = self.device.view(asked[0], None, torch.int32, shape)
+        if share.start == 0:
+            self.rail_routes[part.receiver] = self.rails.routes_of(self.routing, part.receiver, all_ids)
+        ids, routes = all_ids[rows], self.rail_routes[part.receiver][rows]
         weights = None
         if self.topk_weights is not None:
-            weights = self.device.view(asked[1], None, self.topk_weights.dtype, shape)
-        routes = self.rails.routes_of(self.routing, source, ids)
-        out = self.device.view(targets[0], None, self.row_format.dtype, (num_rows, self.row_format.hidden))
-        self.row_format.reduce(num_rows, routes, self.addresses[:num_planes], weights, out)
+            weights = self.device.view(asked[1], None, self.topk_weights.dtype, shape)[rows]
+        out = self.device.view(targets[0], None, self.row_format.dtype, (part.num_rows, self.row_format.hidden))
+        self.row_format.reduce(len(share), routes, self.addresses[:num_planes], weights, out[rows])
         if self.values is not None:
-            answered = self.device.view(targets[1], None, self.values.dtype, shape)
+            answered = self.device.view(targets[1], None, self.values.dtype, shape)[rows]
             answered.copy_(self._values_of(ids, routes, self.addresses[num_planes]))
 
     def _values_of(self, ids: torch.Tensor, routes: torch.Tensor, addresses: list[int]) -> torch.Tensor:
@@ -163,7 +177,7 @@ class DeviceHierarchicalCombine(Combine):
     _phases = _far_phases = (
         Phase("ready", None, Combine._ready_far),
         Phase("ask", LANE_BEGUN, _ask),
-        Phase("answer", LANE_CROSSED, _serve),
-        Phase("pull", LANE_GRANTED, _pull),
+        Phase("answer", LANE_GRANTED, _serve),
+        Phase("pull", LANE_CROSSED, _pull),
         Phase("release", LANE_DONE, Combine._release),
     )

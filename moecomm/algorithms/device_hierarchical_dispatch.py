@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_CROSSED, LANE_DONE, LANE_GRANTED, Phase
+from moecomm.algorithms.calls import LANE_BEGUN, LANE_CROSSED, LANE_DONE, LANE_GRANTED, Phase, device_count
 from moecomm.algorithms.device_rails import DeviceRails
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.passage import Passage, to_rails
+from moecomm.algorithms.passage import Part, Passage, pieces_of, to_rails
 from moecomm.algorithms.rendezvous_dispatch import Dispatch
 from moecomm.algorithms.routing import Routing
 from moecomm.codecs.base import RowFormat
@@ -45,9 +45,11 @@ class DeviceHierarchicalDispatch(Dispatch):
         self.device: AsynchronousDevice = exchange.device
         self.crossings = rails.crossings_of(routing)
         # Arrays of a part: planes of the rows, ids, weights.
+        self.num_planes = len(row_format.plane_bytes)
         self.num_topk = routing.topk_idx.shape[1]
         value_bytes = () if topk_weights is None else (topk_weights.element_size() * self.num_topk,)
         self.arrays = (*row_format.plane_bytes, 4 * self.num_topk, *value_bytes)
+        self.rail_routes: dict[int, torch.Tensor] = {}  # by source
 
     def _count(self) -> int:
         return self.rails.count(self.routing.topk_idx)
@@ -72,7 +74,7 @@ class DeviceHierarchicalDispatch(Dispatch):
         return 0 if self.passage is None else self.call.blocks[2].offset
 
     def _cross(self) -> None:
-        """Packs what goes to other domains, and puts it to the rails; meanwhile they do the same."""
+        """Packs what goes to other domains, and puts it to the rails; meanwhile writes what stays in my own."""
         exchange, passage = self.exchange, self.passage
         assert passage is not None
         self._look()
@@ -80,7 +82,10 @@ class DeviceHierarchicalDispatch(Dispatch):
         blocks = [base + offset for base, offset in zip(exchange.bases, offsets, strict=True)]
         arrays = {part.receiver: passage.sent_arrays(part, memory, blocks) for part in passage.leaving}
         exchange.queue.run(self._pack_for_rails, self.rails.by_domain(arrays))
-        exchange.put(memory, passage.runs(offsets))
+        sequence, num_pieces = self.call.sequence, pieces_of(passage.leaving_bytes)
+        for piece in range(num_pieces):
+            exchange.put(memory, passage.piece(piece, num_pieces, offsets, self.num_planes), beside=True)
+            self.rails.queue.signal_all(LANE_CROSSED, device_count(LANE_CROSSED, sequence, piece, num_pieces))
         exchange.sequencer.signal_all(LANE_CROSSED, self.call)
         exchange.queue.run(self._write_near)
 
@@ -94,34 +99,46 @@ class DeviceHierarchicalDispatch(Dispatch):
         self._write(self.routing._replace(routes=self.rails.near(self.routing.routes)))
 
     def _forward(self) -> None:
-        """Passes on what has come to me as a rail: all sources' devices have put it."""
+        """Passes on what comes to me as a rail, piece by piece: all hosts have given their devices the puts."""
         exchange, passage = self.exchange, self.passage
         assert passage is not None
         exchange.sequencer.check_notices(self.call)
-        start = self.call.blocks[2].address
-        for part in passage.arriving:
-            if part.num_rows:
-                exchange.queue.run(self._forward_part, part.sender, part.num_rows, passage.received_arrays(part, start))
-                exchange.hops.forwarded += part.num_rows * self.row_format.row_bytes
+        self.at_passage = self.call.blocks[2].address
+        sequence, num_pieces = self.call.sequence, pieces_of(passage.arriving_bytes)
+        for piece in range(num_pieces):
+            self.rails.queue.wait(LANE_CROSSED, device_count(LANE_CROSSED, sequence, piece, num_pieces))
+            for part, share in passage.shares(passage.arriving, piece, num_pieces):
+                exchange.queue.run(self._forward_share, part, share)
+                exchange.hops.forwarded += len(share) * self.row_format.row_bytes
         exchange.sequencer.signal_all(LANE_DONE, self.call)
 
-    def _forward_part(self, source: int, num_rows: int, arrays: list[int]) -> None:
-        """Writes the rows of one source to their places in my domain."""
-        at_ids, *at_weights = arrays[len(self.row_format.plane_bytes) :]
-        ids = self.device.view(at_ids, None, torch.int32, (num_rows, self.num_topk))
-        weights = None
-        if self.topk_weights is not None:
-            weights = self.device.view(at_weights[0], None, self.topk_weights.dtype, ids.shape)
+    def _forward_share(self, part: Part, share: range) -> None:
+        """Writes rows of one source, a range of what comes from it, to their places in my domain."""
+        assert self.passage is not None
+        arrays = self.passage.received_arrays(part, self.at_passage)
+        rows = slice(share.start, share.stop)
+        ids, weights = self._chosen(part.num_rows, arrays[self.num_planes :])
+        if share.start == 0:  # all ids have come with these
+            self.rail_routes[part.sender] = self.rails.routes_of(self.routing, part.sender, ids)
         planes = tuple(
-            self.device.view(at, None, torch.uint8, (num_rows, nbytes))
+            self.device.view(at, None, torch.uint8, (part.num_rows, nbytes))[rows]
             for at, nbytes in zip(arrays, self.row_format.plane_bytes, strict=False)
         )
-        self._write_rows(planes, ids, weights, self.rails.routes_of(self.routing, source, ids))
+        routes = self.rail_routes[part.sender][rows]
+        self._write_rows(planes, ids[rows], None if weights is None else weights[rows], routes)
+
+    def _chosen(self, num_rows: int, addresses: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[n, K]` ids and weights that have come from a source."""
+        ids = self.device.view(addresses[0], None, torch.int32, (num_rows, self.num_topk))
+        if self.topk_weights is None:
+            return ids, None
+        return ids, self.device.view(addresses[1], None, self.topk_weights.dtype, ids.shape)
 
     _phases: ClassVar[tuple[Phase, ...]] = (
         *Dispatch._phases[:2],
         Phase("cross", LANE_GRANTED, _cross),
-        Phase("forward", LANE_CROSSED, _forward),
+        # Which waits for the devices itself.
+        Phase("forward", LANE_CROSSED, _forward, orders_device=False),
         Dispatch._phases[-1],
     )
     _cached_phases: ClassVar[tuple[Phase, ...]] = (

@@ -126,18 +126,19 @@ class Exchange(Session):
         bases = self.queue.upload(torch.from_numpy(rows.bases))
         return rows.routes(self.kernels, topk_idx, self.expert_rank, bases)
 
-    def put(self, source: int, runs: Sequence[FarRun]) -> None:
+    def put(self, source: int, runs: Sequence[FarRun], *, beside: bool = False) -> None:
         """Puts runs into far ranks' receive memory; they are there for whoever waits for my next signal to all.
 
         Arguments:
             source: address that the runs count from; on a device, in my receive memory.
+            beside: see `OrderedQueue.put`; a host has nothing to do meanwhile.
         """
         region = self.memory.region
         self.hops.between += sum(run.nbytes for run in runs)
         if isinstance(self.queue, OrderedQueue):
             begin = source - region.address
             inside = [run._replace(source=begin + run.source) for run in runs]
-            self.queue.put(Memory(region.address, region.nbytes), inside)
+            self.queue.put(Memory(region.address, region.nbytes), inside, beside=beside)
             return
         for rank, target, at, nbytes in runs:
             self.transport.put(region, target, source + at, nbytes, rank)

@@ -185,7 +185,7 @@ class OrderedQueue(Queue):
             ValueError, PeerTimeout, PeerLost: as there.
         """
 
-    def put(self, memory: Memory, runs: Sequence[FarRun]) -> None:
+    def put(self, memory: Memory, runs: Sequence[FarRun], *, beside: bool = False) -> None:
         """Puts runs from a region of mine to the same region of ranks whose memory has no address here.
 
         They travel with the next `signal_all`: whoever waits for that finds them there. Until this device has done it
@@ -194,6 +194,8 @@ class OrderedQueue(Queue):
         Arguments:
             memory: my part of the region; the same at each call before a signal.
             runs: sources and targets are offsets in the region.
+            beside: what is given behind the next `signal_all` need not wait until they have arrived; the signal after
+                it does, and comes behind them.
         """
         raise AssertionError("all ranks' memory has an address on this device")
 

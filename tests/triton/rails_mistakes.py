@@ -8,7 +8,7 @@ from nvshmem_mistakes import BrokenWire
 from nvshmem_ranks import OwnDevice, opened
 
 from moecomm import Communicator
-from moecomm.algorithms.calls import LANE_CROSSED
+from moecomm.algorithms.calls import LANE_CROSSED, LANE_GRANTED
 from moecomm.devices.wire_queue import WireQueue
 from moecomm.kernels.registry import wire_kernels_for
 from moecomm.testing import masked
@@ -17,16 +17,24 @@ from moecomm.testing.contracts.cases import random_rows
 HIDDEN, TOKENS = 96, 8
 
 
-class CrossesAtOnce(WireQueue):
-    """Passes on and sums what the hosts say is on its way."""
+class TakesAtOnce(WireQueue):
+    """Passes on rows, and adds up sums, that the hosts say are on their way."""
 
     def wait(self, lane, sequence):
         if lane != LANE_CROSSED:
             super().wait(lane, sequence)
 
 
+class AnswersAtOnce(WireQueue):
+    """Sums what the hosts say is being asked for."""
+
+    def wait(self, lane, sequence):
+        if lane != LANE_GRANTED:
+            super().wait(lane, sequence)
+
+
 class SignalsCrossingFirst(BrokenWire):
-    """Tells the rails of rows before it puts them."""
+    """Tells of rows and sums before it puts them."""
 
     def __init__(self):
         super().__init__("signal before puts")
@@ -37,17 +45,21 @@ class SignalsCrossingFirst(BrokenWire):
         push(wire, runs, memory, slot, **options)
 
 
+# What is wrong then: dispatches, and combines with a sum per domain.
 MISTAKES = {
-    "": dict,
-    "no wait": lambda: {"queue_class": CrossesAtOnce},
-    "signal before puts": lambda: {"wire_kernels": SignalsCrossingFirst()},
+    "": [False, False],
+    "no wait": [True, True],
+    "no wait for requests": [False, True],
+    "signal before puts": [True, True],
 }
+QUEUES = {"no wait": TakesAtOnce, "no wait for requests": AnswersAtOnce}
 
 
 def are_right(group, mistake):
     """Whether dispatches, and combines with a sum per domain, give what they should."""
     # Who puts is later than who waits.
-    device = OwnDevice(group, 0.02 * group.rank, **MISTAKES[mistake]())
+    kernels = SignalsCrossingFirst() if mistake == "signal before puts" else None
+    device = OwnDevice(group, 0.02 * group.rank, queue_class=QUEUES.get(mistake), wire_kernels=kernels)
     with opened(group, device, algorithm="hierarchical", hidden=HIDDEN) as comm:
         region = comm._exchanger.session.memory.region
         memory = device.bytes_at(region.address, region.nbytes, None)

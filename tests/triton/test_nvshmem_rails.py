@@ -241,7 +241,7 @@ def never_put(group):
         ids = torch.tensor([3, 4, 5, 3, 4], dtype=torch.int32).repeat(len(memory) // 5 + 1)[: len(memory)]
         memory.copy_(ids)
         group.all_gather(None)
-        with pytest.raises((PeerTimeout, PeerFailed), match=r"the device of rank 0: counter at \d, expected \d"):
+        with pytest.raises((PeerTimeout, PeerFailed), match=r"the device of rank 0: counter at \d+, expected \d"):
             dispatch_often(comm, torch.tensor([[3, -1, -1]]) if comm.rank == 0 else torch.tensor([[-1, -1, -1]]))
         group.all_gather(None)
         is_untouched = torch.equal(memory, ids)
