@@ -195,9 +195,9 @@ class Communicator(Status):
     ) -> Received:
         """Sends each token's row to the ranks of its experts. Collective; differentiable in `x` and `topk_weights`.
 
-        Backward is collective, too: if autograd records the call on one rank, it does on all. A recompute under
-        (non-reentrant) activation checkpointing must find the routing of the forward; reentrant checkpointing cannot be
-        checked.
+        Backward is collective, too: if autograd records the call on one rank, it does on all; where kernels alone
+        make it, inputs must require gradients on all ranks or on none. A recompute under (non-reentrant) activation
+        checkpointing must find the routing of the forward; reentrant checkpointing cannot be checked.
 
         Arguments:
             x: `[T, H]`, any T (0 included, unequal between ranks); any float dtype, or uint8, int8, float8, int16,
@@ -215,8 +215,8 @@ class Communicator(Status):
             expert_alignment: expert_major: each local expert's rows are padded with zero rows to a multiple of it.
             capacity: throughput only: N, whatever arrives, for shapes that do not change; what arrives is followed by
                 zero rows, of id -1 and weight 0. Equal on all ranks. None: what arrives (expert_alignment included).
-                CUDA tensors, where autograd does not record the call: by kernels alone, so that a CUDA graph can hold
-                it; what does not fit, and ids that are none, the device finds, and `check` raises.
+                CUDA tensors: by kernels alone, with the backward, so that a CUDA graph can hold them; what does not
+                fit, ids that are none, and a recompute that routes otherwise, the device finds, and `check` raises.
             handle: of an earlier dispatch: same routing, layout, alignment and capacity again, without exchanging
                 counts (but where kernels alone make it); `mode`, `layout` and `expert_alignment` are not read then.
 
@@ -239,7 +239,6 @@ class Communicator(Status):
             *(x, topk_idx, topk_weights, mode, layout, expert_alignment, capacity, handle),
             make_room=True,
             recording=recording,
-            is_remembered=recording,
         )
         return self._received(call, x, topk_weights)
 
@@ -269,7 +268,6 @@ class Communicator(Status):
         call = self._exchanger.begin_dispatch(
             *(x, topk_idx, topk_weights, mode, layout, expert_alignment, capacity, handle),
             recording=recording,
-            is_remembered=recording,
         )
         return Work(self._exchanger.session, call, lambda: self._received(call, x, topk_weights))
 

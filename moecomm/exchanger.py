@@ -23,14 +23,9 @@ from moecomm.forks import forks
 from moecomm.handle import Handle
 from moecomm.kernels.base import weights_dtype
 from moecomm.placement import Placement
-from moecomm.recompute import RoutingLog, is_recomputing
+from moecomm.recompute import RoutingLog, compared, is_recomputing
 
 __all__ = ["Exchanger", "find_exchanger"]
-
-_CHANGED = (
-    "topk_idx differs, so gradients would be wrong. Keep the router outside the checkpointed part, make it "
-    "deterministic (dropout, jitter, a bias updated in between), or keep what was exchanged (moecomm.nn.keep_exchanges)"
-)
 
 _ids = itertools.count()
 _live: weakref.WeakValueDictionary[int, Exchanger] = weakref.WeakValueDictionary()
@@ -108,17 +103,16 @@ class Exchanger:
         *,
         make_room: bool = False,
         recording: bool = False,
-        is_remembered: bool = False,
+        is_hosted: bool = False,
     ) -> Call:
         """Checks the arguments of `Communicator.dispatch` and begins it.
 
         Arguments:
             make_room: if need be, first finish the oldest call in flight.
             recording: autograd records what the call gives.
-            is_remembered: calls from here are remembered, so that a recompute of one must find its routing.
+            is_hosted: it is an operator's, whose handle is on the host, and autograd may record that.
         """
         self._admit(Operation.DISPATCH, make_room)
-        is_hosted = recording or is_remembered
         try:
             if handle is None:
                 options = (mode, layout, expert_alignment, type(expert_alignment), capacity, type(capacity))
@@ -136,8 +130,10 @@ class Exchanger:
                 topk_idx = topk_idx if topk_idx.is_contiguous() else topk_idx.contiguous()
                 form = (topk_idx, layout, expert_alignment)
                 routing = Routing(*form, capacity=num_rows, recording=recording, is_hosted=is_hosted, mode=mode)
-                if is_remembered and is_recomputing():
-                    self._check_recompute(topk_idx)
+                if (recording or is_hosted) and is_recomputing():
+                    who = {"is_hosted": is_hosted, "recording": recording, "is_fixed": capacity is not None}
+                    if not algorithm.is_by_device(None, **who):  # else the device finds out, in the backward
+                        self._check_recompute(topk_idx)
             else:
                 if topk_idx is not None:
                     raise ValueError("topk_idx must be None when a handle is given: the handle holds the routing")
@@ -147,7 +143,8 @@ class Exchanger:
             x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
-            self._refuse(Operation.DISPATCH, error, mode, handle, is_hosted, is_fixed=capacity is not None)
+            who = {"is_hosted": is_hosted, "recording": recording, "is_fixed": capacity is not None}
+            self._refuse(Operation.DISPATCH, error, mode, handle, **who)
             raise
         return algorithm.begin_dispatch(x, routing, row_format, weights)
 
@@ -163,13 +160,22 @@ class Exchanger:
         return algorithm, num_rows, row_format
 
     def _refuse(
-        self, operation: Operation, error: Exception, mode: str, handle: Any, is_hosted: bool, *, is_fixed: bool = False
+        self,
+        operation: Operation,
+        error: Exception,
+        mode: str,
+        handle: Any,
+        *,
+        is_hosted: bool = False,
+        recording: bool = False,
+        is_fixed: bool = False,
     ) -> None:
         """Lets the peers know that this rank does not make a call."""
         routing = handle.routing if isinstance(handle, Handle) else None
         known_mode = mode if routing is None else handle.mode
         algorithm = self.session.algorithms.get(known_mode) if isinstance(known_mode, str) else None
-        by_device = algorithm is not None and algorithm.is_by_device(routing, is_hosted=is_hosted, is_fixed=is_fixed)
+        who = {"is_hosted": is_hosted, "recording": recording, "is_fixed": is_fixed}
+        by_device = algorithm is not None and algorithm.is_by_device(routing, **who)
         (self.session.refuse_by_device if by_device else self.session.refuse)(operation, error)
 
     def _admit(self, operation: Operation, make_room: bool) -> None:
@@ -238,7 +244,7 @@ class Exchanger:
             topk_weights = None if topk_weights is None else _kept(topk_weights, y.dtype)
             values = None if values is None else _kept(values, y.dtype)
         except Exception as error:
-            self._refuse(Operation.COMBINE, error, "throughput", handle, recording or values is not None)
+            self._refuse(Operation.COMBINE, error, "throughput", handle, recording=recording or values is not None)
             raise
         return algorithm.begin_combine(
             y,
@@ -284,7 +290,7 @@ class Exchanger:
             x = x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
             weights = None if topk_weights is None else _kept(topk_weights, x.dtype)
         except Exception as error:
-            self._refuse(Operation.CACHED_DISPATCH, error, "throughput", handle, is_hosted=False)
+            self._refuse(Operation.CACHED_DISPATCH, error, "throughput", handle)
             raise
         call = algorithm.begin_dispatch(x, routing, row_format, weights)
         arrival: Arrival = self.finish(call)
@@ -314,29 +320,27 @@ class Exchanger:
     # -- recompute under activation checkpointing --------------------------------------------------------------------
 
     def remember(self, handle: Handle) -> None:
-        """Notes the routing of a dispatch that a recompute may repeat."""
-        self._log.add(handle.stamp.tolist()[1])
+        """Notes the routing of a dispatch that a recompute may repeat, if the host knows it."""
+        if not handle.is_on_device:
+            self._log.add(handle.stamp.tolist()[1])
 
     def _check_recompute(self, topk_idx: torch.Tensor) -> None:
         """Raises RoutingChanged if no forward has routed like this."""
         placement = self._placement
         counts = torch.empty(placement.num_experts + placement.num_ranks, dtype=torch.int32)
-        fingerprint = self.session.count_routes(topk_idx, placement, counts)
-        if fingerprint not in self._log:
-            raise RoutingChanged(f"a recompute dispatches otherwise than any forward did: {_CHANGED}")
+        self._log.check(self.session.count_routes(topk_idx, placement, counts))
 
-    def check_same_routing(self, forward: torch.Tensor, recompute: torch.Tensor, operation: Operation) -> None:
-        """Compares the stamps of the routing in the forward and in its recompute.
+    def confirm(self, handle: Handle, recomputed: torch.Tensor, operation: Operation) -> Handle:
+        """`recompute.compared`; where it raises, the peers learn that this rank gave up on the operation."""
+        try:
+            return compared(handle, recomputed)
+        except RoutingChanged as error:
+            self.give_up(handle, operation, error)
+            raise
 
-        Raises:
-            RoutingChanged: if they differ. The peers learn that this rank gave up on the operation.
-        """
-        (first, expected, *_), (second, found, *_) = forward.tolist(), recompute.tolist()
-        if expected == found:
-            return
-        error = RoutingChanged(f"dispatch #{second} repeats dispatch #{first} for the backward, but {_CHANGED}")
-        self.session.refuse(operation, error)
-        raise error
+    def give_up(self, handle: Handle, operation: Operation, error: Exception) -> None:
+        """Lets the peers know that this rank does not make a call of a backward."""
+        self._refuse(operation, error, handle.mode, handle)
 
     def combine_buffer(self, handle: Handle, dtype: torch.dtype) -> torch.Tensor:
         """See `Communicator.combine_buffer`."""
@@ -380,7 +384,7 @@ class Exchanger:
 
 
 def _routing(handle: Handle, recording: bool) -> Routing:
-    return handle.routing._replace(recording=True, is_hosted=True) if recording else handle.routing
+    return handle.routing._replace(recording=True) if recording else handle.routing
 
 
 def _kept(topk_weights: torch.Tensor, rows: torch.dtype) -> torch.Tensor:

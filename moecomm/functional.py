@@ -137,7 +137,7 @@ def _dispatch_now(
     if capacity and capacity == exchanger.capacity(mode, layout, expert_alignment):
         capacity = None  # low latency: what it always is, which nobody has given
     arguments = (x, topk_idx, topk_weights, mode, layout, expert_alignment, capacity, None)
-    arrival: Arrival = exchanger.finish(exchanger.begin_dispatch(*arguments, make_room=True, is_remembered=True))
+    arrival: Arrival = exchanger.finish(exchanger.begin_dispatch(*arguments, make_room=True, is_hosted=True))
     handle = exchanger.handle(arrival)
     exchanger.remember(handle)
     return *_outputs(exchanger, arrival), handle.routes, handle.topk_idx, handle.counts, handle.stamp

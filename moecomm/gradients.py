@@ -91,19 +91,19 @@ class _Dispatch(torch.autograd.Function):
         ctx.handle = handle
         ctx.is_weighted = topk_weights is not None
         ctx.is_summable = x.dtype in SUMMABLE
-        ctx.save_for_backward(handle.stamp)
+        ctx.save_for_backward(handle.token)
         if not ctx.is_summable:
             ctx.mark_non_differentiable(arrived[0])
         return arrived
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor | None) -> Any:
-        _recall(ctx, Operation.COMBINE)
+        handle, _ = _recall(ctx, Operation.COMBINE)
         values = grad_weights if ctx.is_weighted else None
         if not ctx.is_summable:
             assert values is not None
-            grad_rows = values.new_empty((ctx.handle.num_rows, 0))  # rows of bytes have no gradients
-        grad_x, home = _combine(grad_rows, values, ctx.handle)
+            grad_rows = values.new_empty((handle.num_rows, 0))  # rows of bytes have no gradients
+        grad_x, home = _combine(grad_rows, values, handle)
         return grad_x if ctx.is_summable else None, home, None, None, None
 
 
@@ -121,39 +121,48 @@ class _Combine(torch.autograd.Function):
         ctx.handle = handle
         ctx.is_valued = values is not None
         # The experts' outputs are needed only for the gradients of weights.
-        ctx.save_for_backward(handle.stamp, *(() if topk_weights is None else (y, topk_weights)))
+        ctx.save_for_backward(handle.token, *(() if topk_weights is None else (y, topk_weights)))
         return returned
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_home: Tensor | None) -> Any:
-        saved = _recall(ctx, Operation.CACHED_DISPATCH)
+        handle, saved = _recall(ctx, Operation.CACHED_DISPATCH)
         if saved:
             y, topk_weights = saved
-            return *_weighted_adjoint(grad, y, topk_weights, ctx.handle), None, None, None, None
-        grad_y, grad_values = _dispatch(grad, grad_home if ctx.is_valued else None, ctx.handle)
-        return grad_y, None, grad_values, None, None, None
+            return *_weighted_adjoint(grad, y, topk_weights, handle), None, None, None, None
+        grad_y, grad_values = _dispatch(grad, grad_home if ctx.is_valued else None, handle)
+        return _apart(grad_y, handle), None, _apart(grad_values, handle), None, None, None
 
 
-def _recall(ctx: Any, operation: Operation) -> tuple[Tensor, ...]:
-    """The saved tensors, once it is certain that they are of the forward's routing.
+def _apart(grad: Tensor | None, handle: Handle) -> Tensor | None:
+    """The same gradient, to which autograd adds no others in place: a second tensor refers to its memory.
 
-    If they are not, or if there are none, the peers learn that this rank has no part in the exchange to come.
+    Of a fixed shape, rows that no route fills must stay zero; in a graph nobody would notice who writes to them.
+    """
+    return grad.view_as(grad) if grad is not None and handle.capacity else grad
+
+
+def _recall(ctx: Any, operation: Operation) -> tuple[Handle, tuple[Tensor, ...]]:
+    """The handle, and the saved tensors, once it is certain that they are of the forward's routing.
+
+    If they are not, or if there are none, the peers learn that this rank has no part in the exchange to come. Where the
+    device finds out, all ranks do in that exchange, of which nothing comes then.
 
     Raises:
         RoutingChanged: a recompute has routed differently.
     """
-    stamp = ctx.handle.stamp
+    handle: Handle = ctx.handle
     try:
         saved: tuple[Tensor, ...] = ctx.saved_tensors
     except MoecommError:
         raise  # from an exchange of a recompute: the peers know
     except Exception as error:
         with contextlib.suppress(CommunicatorClosed):
-            find_exchanger(ctx.handle.communicator).session.refuse(operation, error)
+            find_exchanger(handle.communicator).give_up(handle, operation, error)
         raise
-    if saved[0] is not stamp and not is_traced():
-        find_exchanger(ctx.handle.communicator).check_same_routing(stamp, saved[0], operation)
-    return saved[1:]
+    if saved[0] is not handle.token and not is_traced():
+        handle = find_exchanger(handle.communicator).confirm(handle, saved[0], operation)
+    return handle, saved[1:]
 
 
 def _combine(y: Tensor, values: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:

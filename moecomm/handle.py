@@ -82,6 +82,16 @@ class Handle:
         return stamp
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether the device alone knows the routing, and finds out by itself whether a recompute has changed it."""
+        return self.routing.on_device is not None and self.mode == "throughput"
+
+    @property
+    def token(self) -> torch.Tensor:
+        """By which a backward knows the forward's routing from that of a recompute. The same tensor each time."""
+        return self.topk_idx if self.is_on_device else self.stamp
+
+    @property
     def layout(self) -> Layout:
         """`expert_major`, `flat` or `slab`."""
         return self.routing.layout

@@ -59,6 +59,7 @@ class Status:
                 on behind it.
             ValueError: an id of some rank is no expert; likewise.
             CallMismatch: the ranks' calls differ; likewise.
+            RoutingChanged: under activation checkpointing, a recompute of some rank routes otherwise; likewise.
             PeerTimeout, PeerLost: the ranks did not all make a call in time; a new Communicator is needed.
         """
         self._exchanger.check()

@@ -183,15 +183,15 @@ class LateStatic(_Locked):
         with _interpreter:
             self._kernels.arrive(block)
 
-    def sum_rows(self, block, out, **options):
-        self._look("readiness", block.placed.combined)
+    def sum_rows(self, answered, out, **options):
+        self._look("readiness", answered.combined)
         with _interpreter:
-            self._kernels.sum_rows(block, out, **options)
+            self._kernels.sum_rows(answered, out, **options)
 
-    def release(self, block):
-        self._look("releases", block.released)
+    def release(self, answered):
+        self._look("releases", answered.released)
         with _interpreter:
-            self._kernels.release(block)
+            self._kernels.release(answered)
 
     def _look(self, operation, ticket):
         exchange = self._calls._kernels

@@ -83,12 +83,13 @@ class Algorithm(abc.ABC):
     def check_rows(self, layout: str, capacity: int, row_format: RowFormat) -> None:  # noqa: B027 - most take any
         """Raises ValueError if the rows of a dispatch of this shape, or of its combine, take more than there is."""
 
-    def is_by_device(self, routing: Routing | None, *, is_hosted: bool, is_fixed: bool) -> bool:
+    def is_by_device(self, routing: Routing | None, *, is_hosted: bool, recording: bool, is_fixed: bool) -> bool:
         """Whether only the devices count a call, and hosts say nothing to each other.
 
         Arguments:
             routing: known for the call; None: a dispatch makes it.
             is_hosted: see `Routing`.
+            recording: autograd records it, or it is of such a call's backward and brings values home.
             is_fixed: the dispatch was given a capacity.
         """
         return False

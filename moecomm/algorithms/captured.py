@@ -179,8 +179,8 @@ class Captured(DeviceAlgorithm):
     def capacity(self, layout: str, expert_alignment: int) -> int:
         return self._sizes.rows(layout, expert_alignment)
 
-    def is_by_device(self, routing: Routing | None, *, is_hosted: bool, is_fixed: bool) -> bool:
-        return not is_hosted and (routing is None or routing.on_device is not None)
+    def is_by_device(self, routing: Routing | None, *, is_hosted: bool, recording: bool, is_fixed: bool) -> bool:
+        return not (is_hosted or recording) and (routing is None or routing.on_device is not None)
 
     def make_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
@@ -193,8 +193,9 @@ class Captured(DeviceAlgorithm):
         known: DeviceRouting,
         routing: Routing,
         row_format: RowFormat,
-        topk_weights: torch.Tensor | None,
         *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,  # never: hosts take part then
         per_host: bool,  # on a device, in one domain: the same
     ) -> CapturedCombine:
         self.exchange.memory.num_copies += 1

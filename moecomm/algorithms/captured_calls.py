@@ -33,6 +33,7 @@ class FilledBlock(NamedTuple):
         answered: what they want when rows go home.
         device: where it is.
         placement: which rank hosts which expert.
+        room: memory that `answered` has for itself, with its `counts` and `routes`; None: it is the lease's.
     """
 
     lease: Lease
@@ -40,6 +41,7 @@ class FilledBlock(NamedTuple):
     answered: Any
     device: AsynchronousDevice
     placement: Placement
+    room: torch.Tensor | None = None
 
 
 def arrival_in(
@@ -61,9 +63,14 @@ def arrival_in(
     given = lease.give_out(lambda dtype, at, shape: device.view(first + at, lease, dtype, shape), form, row_format)
     tokens = shared(arrived.num_tokens_per_expert)
     offsets = shared(arrived.offsets) if routing.layout == "expert_major" else None
+    routing = routing._replace(recording=False, changed=None)  # which are the call's
     if routing.routes is None:
-        known = DeviceRouting(block.placement, shared(arrived.counts), block.answered, lease)
-        routes = shared(placed.routes, *ids.shape)
+        answered = block.answered
+        if block.room is None:
+            counts, routes = shared(arrived.counts), shared(placed.routes, *ids.shape)
+        else:
+            counts, routes = answered.counts, answered.routes
+        known = DeviceRouting(block.placement, counts, answered, lease if block.room is None else block.room)
         routing = routing._replace(topk_idx=ids, routes=routes, origin=call.sequence, on_device=known)
     return Arrival(*given, tokens, offsets, routing)
 

@@ -46,8 +46,9 @@ class DeviceAlgorithm(Algorithm):
         known: DeviceRouting,
         routing: Routing,
         row_format: RowFormat,
-        topk_weights: torch.Tensor | None,
         *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,
         per_host: bool,
     ) -> DeviceJob:
         """A combine by kernels, for which everything is set aside; see `begin_combine`. `known`: of the routing."""
@@ -56,7 +57,8 @@ class DeviceAlgorithm(Algorithm):
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> Call:
         known = None if routing.routes is None else routing
-        if not self.is_by_device(known, is_hosted=routing.is_hosted, is_fixed=routing.capacity > 0):
+        who = {"is_hosted": routing.is_hosted, "recording": routing.recording}
+        if not self.is_by_device(known, **who, is_fixed=routing.capacity > 0):
             return self.hosted.begin_dispatch(x, routing.known_to_host(), row_format, topk_weights)
         return self._begin(self.dispatching, lambda: self.make_dispatch(x, routing, row_format, topk_weights))
 
@@ -72,7 +74,8 @@ class DeviceAlgorithm(Algorithm):
         per_host: bool = False,
     ) -> Call:
         known = routing.on_device
-        if known is None or routing.is_hosted or values is not None:
+        who = {"is_hosted": routing.is_hosted, "recording": routing.recording or values is not None}
+        if known is None or not self.is_by_device(routing, **who, is_fixed=False):
             return self.hosted.begin_combine(
                 y,
                 routing.known_to_host(),
@@ -82,8 +85,12 @@ class DeviceAlgorithm(Algorithm):
                 may_change=may_change,
                 per_host=per_host,
             )
-        how = (y, known, routing, row_format, topk_weights)
-        return self._begin(self.combining, lambda: self.make_combine(*how, per_host=per_host))
+        how = (y, known, routing, row_format)
+
+        def make() -> DeviceJob:
+            return self.make_combine(*how, topk_weights=topk_weights, values=values, per_host=per_host)
+
+        return self._begin(self.combining, make)
 
     def _begin(self, operation: Operation, make: Callable[[], DeviceJob]) -> Call:
         try:

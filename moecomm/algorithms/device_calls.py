@@ -20,14 +20,15 @@ from moecomm.algorithms.calls import LANE_REFUSED, Call
 from moecomm.algorithms.mailbox import Mailbox, Notice
 from moecomm.algorithms.signature import Operation
 from moecomm.devices.queue import OrderedQueue
-from moecomm.errors import CallMismatch, CommunicatorClosed, PeerFailed
-from moecomm.kernels.captured import CapturedCalls
+from moecomm.errors import CommunicatorClosed, PeerFailed
+from moecomm.kernels.captured import FOUND_BY_ALL, CapturedCalls
 from moecomm.transports.base import Transport
 
 __all__ = ["DeviceCalls", "DeviceJob"]
 
 A = TypeVar("A")
 _REMEMBERED = 512  # calls that are looked at; marks last for twice as many
+_EPOCH = 10**12  # numbers set aside for the calls between two errors that are forgotten; easy to read
 
 
 class DeviceJob(Protocol):
@@ -63,7 +64,7 @@ class DeviceCalls:
         timeout: seconds that a wait for that may last.
 
     Attributes:
-        num_calls: so far, refused ones included.
+        num_calls: so far, refused ones included. Once ranks have found an error at different calls, they differ.
     """
 
     def __init__(self, queue: OrderedQueue, kernels: CapturedCalls, transport: Transport, timeout: float) -> None:
@@ -79,6 +80,8 @@ class DeviceCalls:
         self._words = self._seen.numpy()  # the same memory
         self._outstanding: deque[Call] = deque()
         self.num_calls = 0
+        self._next = 0
+        self._num_forgotten = 0
 
     @property
     def in_flight(self) -> tuple[Call, ...]:
@@ -92,8 +95,7 @@ class DeviceCalls:
             PeerTimeout, CallMismatch, CapacityExceeded, ValueError: an earlier one has failed, see `check`.
             PeerFailed: some rank has refused an earlier one, and others have not.
         """
-        call.sequence = self.num_calls
-        self.num_calls += 1  # in any case: the peers may not know yet
+        call.sequence = self._take_number()  # in any case: the peers may not know yet
         self._raise_known()
         self._agree()
         try:
@@ -166,8 +168,12 @@ class DeviceCalls:
 
     def refuse(self, operation: Operation, error: Exception) -> None:
         """Counts a call that this rank's arguments do not allow, and tells the peers."""
+        self._refuse(self._take_number(), operation, error)
+
+    def _take_number(self) -> int:
         self.num_calls += 1
-        self._refuse(self.num_calls - 1, operation, error)
+        self._next += 1
+        return self._next - 1
 
     def _refuse(self, number: int, operation: Operation, error: Exception) -> None:
         text = f"{operation.title} #{number}: {type(error).__name__}: {error}"
@@ -180,8 +186,12 @@ class DeviceCalls:
         try:
             self._queue.ask(self._kernels.check)
         except Exception as error:
-            is_forgotten = isinstance(error, (ValueError, CallMismatch))  # found by all ranks alike; all else lasts
+            is_forgotten = isinstance(error, FOUND_BY_ALL)  # all else lasts
             self._words[0] = 0 if is_forgotten else 1
+            if is_forgotten:
+                # Hosts have learnt of it at different calls; from here on they count alike again.
+                self._num_forgotten += 1
+                self._next = self._num_forgotten * _EPOCH
             raise
 
     @property
@@ -211,7 +221,7 @@ class DeviceCalls:
         if transport.total(LANE_REFUSED) == self._num_agreed * transport.num_ranks:
             return
         transport.wait(LANE_REFUSED, len(self._refused), self._timeout)  # whoever has not come by then is seen below
-        for number in range(max(0, self.num_calls - _REMEMBERED), self.num_calls):
+        for number in range(max(0, self._next - _REMEMBERED), self._next):
             notices = self._mailbox.notices(number)
             if notices and (number not in self._refused or len(notices) < transport.num_ranks):
                 self._broken = self._disagreement(notices)

@@ -15,6 +15,7 @@ from moecomm import _C
 from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Phase
 from moecomm.algorithms.channels import HEADER_BYTES, Channels, Chunk, ChunkForm
 from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.home_sums import HomeSums
 from moecomm.algorithms.hops import Choice
 from moecomm.algorithms.mailbox import Card
 from moecomm.algorithms.plan import block_layout
@@ -63,7 +64,9 @@ class HierarchicalCombine(Combine):
         self.rails = rails
         self.per_host = per_host
         self.num_rows = math.prod(y.shape[:-1])
+        self.asking: list[_RequestsOut] = []
         self.traffic: Traffic | None = None
+        self.sums: HomeSums | None = None
         self.is_open = False
         self.is_hierarchical = False
         self.num_topk = routing.topk_idx.shape[1]
@@ -169,20 +172,22 @@ class HierarchicalCombine(Combine):
         assert self.traffic is not None
         is_finished = self.traffic.advance()
         self.call.awaiting = self.traffic.awaited()
+        if not is_finished:
+            self._home_sums().advance([one.num_answered for one in self.asking])  # rather than wait for the link
         return is_finished
 
     def _traffic_out(self) -> Traffic:
         """What I ask for; made once."""
         if self.traffic is None:
             me = weakref.proxy(self)  # what is left of the traffic of a failed call must not keep its memory
-            outgoing, row = [], 0
+            row = 0
             for entries, is_whole in zip(self.requests.entries, self.requests.is_whole, strict=True):
                 weights = None
                 if self.topk_weights is not None:
                     weights = torch.where(is_whole[:, None], self.topk_weights[entries.tokens], 1.0).contiguous()
-                outgoing.append(_RequestsOut(me, self.channels.rails[entries.domain], entries, weights, row))
+                self.asking.append(_RequestsOut(me, self.channels.rails[entries.domain], entries, weights, row))
                 row += len(entries.tokens)
-            self.traffic = Traffic(self.channels, self.call.sequence, outgoing, is_answered=True)
+            self.traffic = Traffic(self.channels, self.call.sequence, self.asking, is_answered=True)
         return self.traffic
 
     def _incoming(self) -> dict[int, Callable[[Chunk], None]]:
@@ -235,29 +240,25 @@ class HierarchicalCombine(Combine):
             self._sum(self.routing.routes, self._addresses(self.cards))
             return
         self.exchange.sequencer.check_notices(self.call)
-        landing = 0 if self.landing is None else self.landing.address
-        at_rows, at_values = (landing + offset for offset in self.answers.offsets)
-        self._return(self._sums(at_rows), self._values_home(at_values))
+        self._return(self._home_sums().finish(), self._values_home(self._landing_addresses()[1]))
 
-    def _sums(self, at_rows: int) -> torch.Tensor:
-        """Adds up the rows of my own domain and the answers."""
-        requests, row_format = self.requests, self.row_format
-        num_tokens, num_planes = requests.routes.shape[0], len(row_format.plane_bytes)
-        own: torch.Tensor | None = None
-        if requests.near is not None:
-            near = requests.near
-            assert self.routing.routes is not None
-            routes = self.rails.near(self.routing.routes[near.tokens])
-            weights = None if self.topk_weights is None else self.topk_weights[near.tokens]
-            own = row_format.reduce(len(near.tokens), routes, self.addresses[:num_planes], weights)
-        more = [at_rows, 0 if own is None else own.data_ptr()]
-        addresses = [where + more for where in self.addresses[:num_planes]]
-        out = row_format.reduce(num_tokens, requests.routes, addresses, None if own is not None else self.topk_weights)
-        tokens, answers = requests.finished
-        if len(tokens):
-            landed = tensor_at(at_rows, row_format.dtype, (requests.num_rows, row_format.hidden))
-            out[tokens] = landed[answers]
-        return out
+    def _landing_addresses(self) -> tuple[int, int]:
+        """Where the first row and the first values land."""
+        landing = 0 if self.landing is None else self.landing.address
+        rows, values = self.answers.offsets
+        return landing + rows, landing + values
+
+    def _home_sums(self) -> HomeSums:
+        """Of my own tokens; made once."""
+        if self.sums is None:
+            near, near_routes = self.requests.near, None
+            if near is not None:
+                assert self.routing.routes is not None
+                near_routes = self.rails.near(self.routing.routes[near.tokens])
+            addresses = self.addresses[: len(self.row_format.plane_bytes)]
+            at_rows = self._landing_addresses()[0]
+            self.sums = HomeSums(self.requests, near_routes, self.row_format, addresses, at_rows, self.topk_weights)
+        return self.sums
 
     def _values_home(self, at_values: int) -> torch.Tensor | None:
         if self.values is None:
@@ -302,6 +303,13 @@ class _RequestsOut:
         self._weights = weights
         self._first_row = first_row
         self._next = 0
+
+    @property
+    def num_answered(self) -> int:
+        """Entries, the first ones, that the rail has answered."""
+        most_rows = self._combine.form.most_rows
+        num_chunks = -(-self._next // most_rows) - self._combine.channels.num_unanswered(self.rail)
+        return min(max(num_chunks, 0) * most_rows, self._next)
 
     def write_next(self, outbox: int) -> tuple[Chunk, int]:
         combine, entries, form = self._combine, self._entries, self._combine.form

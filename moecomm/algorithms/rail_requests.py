@@ -28,7 +28,7 @@ class Requests(NamedTuple):
         is_whole: per domain `[n]` bool: the rail sums, and weighs, the entry; else it is a row, weighed at home.
         routes: `[T, P]` int64: rows to be added at home. Rank R stands for the answers, R + 1 (per domain) for the sums
             of my own domain.
-        finished: `[m]` int64 tokens whose sum is one answer as it came, and `[m]` int64, which.
+        finished: `[m]` int64 tokens, ascending, whose sum is one answer as it came, and `[m]` int64, which.
         near: per domain: entries of my own domain, to be summed here; else None.
     """
 
@@ -114,7 +114,5 @@ def _others(rails: Rails) -> list[int]:
 
 def _joined(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     nothing = torch.empty(0, dtype=torch.int64)
-    return (
-        torch.cat([nothing, *(tokens for tokens, _ in pairs)]),
-        torch.cat([nothing, *(answers for _, answers in pairs)]),
-    )
+    tokens, order = torch.cat([nothing, *(tokens for tokens, _ in pairs)]).sort()
+    return tokens, torch.cat([nothing, *(answers for _, answers in pairs)])[order]

@@ -55,12 +55,13 @@ class Routing(NamedTuple):
             all ranks.
         origin, fingerprint: what the stamp says, where that is known without reading a tensor; else None.
         recording: autograd records the call here. Ranks need not agree.
-        is_hosted: the host must know what comes of the call: autograd records it, or it is an operator's. On a device
-            all ranks agree.
+        is_hosted: the host must know what comes of the call, which is an operator's. On a device all ranks agree.
         on_device: what the device alone knows, with counts and stamp; None: the host knows all.
         mode: which algorithm carries it: `throughput`, or `low_latency`, whose shapes are always fixed.
         crossings: `[R, D]` int32 on the host: tokens of each rank that have an expert in each domain; None: the stamp
             says, or nobody needs to know, see `Session.num_crossings`.
+        changed: one int64 on the device: whether a recompute here has routed otherwise than this, so that no rank may
+            use what the call brings; None: it has not.
     """
 
     topk_idx: torch.Tensor
@@ -77,6 +78,7 @@ class Routing(NamedTuple):
     on_device: DeviceRouting | None = None
     mode: str = "throughput"
     crossings: torch.Tensor | None = None
+    changed: torch.Tensor | None = None
 
     def known_to_host(self) -> Routing:
         """The same with counts and stamp on the host, which waits for the device if it has to."""

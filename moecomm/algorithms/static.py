@@ -8,7 +8,8 @@ combine    ready     say where the experts' rows are; a signal
            release   wait for all signals: the rows may change again
 
 As in `captured`, no number that changes between calls is the host's, so a graph can hold them. Whether kernels make a
-call follows from what all ranks know alike: a capacity, and nothing that autograd records.
+call follows from what all ranks know alike: a capacity, and no operator's call. What autograd records is made as all
+else, and so are the calls of its backward.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Static(DeviceAlgorithm):
     def capacity(self, layout: str, expert_alignment: int) -> int:
         return 0
 
-    def is_by_device(self, routing: Routing | None, *, is_hosted: bool, is_fixed: bool) -> bool:
+    def is_by_device(self, routing: Routing | None, *, is_hosted: bool, recording: bool, is_fixed: bool) -> bool:
         return not is_hosted and (is_fixed if routing is None else routing.on_device is not None)
 
     def make_dispatch(
@@ -121,8 +122,10 @@ class Static(DeviceAlgorithm):
         known: DeviceRouting,
         routing: Routing,
         row_format: RowFormat,
-        topk_weights: torch.Tensor | None,
         *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,
         per_host: bool,
     ) -> StaticCombine:
-        return StaticCombine(self, y, known, routing, row_format, topk_weights, per_host=per_host)
+        how = (self, y, known, routing, row_format)
+        return StaticCombine(*how, topk_weights=topk_weights, values=values, per_host=per_host)

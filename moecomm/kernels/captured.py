@@ -10,9 +10,13 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from moecomm.errors import CallMismatch, RoutingChanged
 from moecomm.kernels.eager import Form
 
-__all__ = ["CapturedCalls", "CapturedKernels", "CapturedMemory", "StaticCalls"]
+__all__ = ["FOUND_BY_ALL", "CapturedCalls", "CapturedKernels", "CapturedMemory", "StaticCalls"]
+
+FOUND_BY_ALL = (ValueError, CallMismatch, RoutingChanged)
+"""What all ranks find alike, in the same call, and may go on from once they have raised it."""
 
 
 class CapturedMemory(NamedTuple):
@@ -91,7 +95,8 @@ class StaticCalls(Protocol):
     def block(self, form: Form, rows_at: int, values_at: int, max_tokens: int, *, ids_at: int | None = None) -> Any:
         """A place for the rows of a dispatch, at these offsets in my region, for up to so many tokens of mine.
 
-        Its `placed` is as in `CapturedCalls.block`; `arrived.offsets` means nothing for flat rows.
+        Its `placed` is as in `CapturedCalls.block`; `arrived.offsets` means nothing for flat rows. Its `answered` is
+        what combines want.
 
         Arguments:
             ids_at: flat: of local ids `[num_rows, K]` int32, and weights are `[num_rows, K]`; None: the layout is
@@ -100,9 +105,21 @@ class StaticCalls(Protocol):
         ...
 
     def announce(
-        self, x: Tensor, topk_idx: Tensor, block: Any, *, signature: int, topk_weights: Tensor | None = None
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        block: Any,
+        *,
+        signature: int,
+        topk_weights: Tensor | None = None,
+        changed: Tensor | None = None,
     ) -> None:
-        """Begins a dispatch: tells every rank how many rows come, and where the block is."""
+        """Begins a dispatch: tells every rank how many rows come, and where the block is.
+
+        Arguments:
+            changed: one int64: whether all ranks shall stop, because a recompute here has routed otherwise than the
+                forward; None: it has not.
+        """
         ...
 
     def push(self, block: Any) -> None:
@@ -113,15 +130,65 @@ class StaticCalls(Protocol):
         """Ends it, behind what all ranks have pushed."""
         ...
 
-    def send_rows(self, y: Tensor, block: Any, *, place: int, signature: int) -> None:
-        """Begins a combine of rows that lie, or are copied to, at this offset in my region."""
+    def answered(self, block: Any, memory: Tensor, num_tokens: int) -> Any:
+        """What combines want of a block, once `keep` has copied it there: the block may serve other dispatches then.
+
+        It has `counts` `[R, E + R]` int32 and `routes` `[T, K]` int64.
+
+        Arguments:
+            memory: `[answered_words(block, num_tokens)]` int64.
+            num_tokens: T of the dispatch that has filled the block.
+        """
         ...
 
-    def sum_rows(self, block: Any, out: Tensor, *, signature: int, topk_weights: Tensor | None = None) -> None:
-        """Goes on with it, behind what all ranks have begun: reads my tokens' rows where they lie and sums them."""
+    def answered_words(self, block: Any, num_tokens: int) -> int:
+        """Numbers of 64 bits that `answered` takes."""
         ...
 
-    def release(self, block: Any) -> None:
+    def keep(self, block: Any, answered: Any) -> None:
+        """Copies what has arrived in a block to what combines want of it."""
+        ...
+
+    def send_rows(
+        self,
+        y: Tensor,
+        answered: Any,
+        *,
+        place: int,
+        signature: int,
+        values: Tensor | None = None,
+        values_at: int = 0,
+        changed: Tensor | None = None,
+    ) -> None:
+        """Begins a combine of rows that lie, or are copied to, at this offset in my region; with numbers beside them.
+
+        Arguments:
+            answered: of the block whose rows they answer, or what `answered` gives.
+            values: `[N]` (flat: `[N, K]`), which lie, or are copied to, at `values_at`.
+            changed: as in `announce`.
+        """
+        ...
+
+    def sum_rows(
+        self,
+        answered: Any,
+        out: Tensor,
+        *,
+        signature: int,
+        topk_weights: Tensor | None = None,
+        home: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+    ) -> None:
+        """Goes on with it, behind what all ranks have begun: reads my tokens' rows where they lie and sums them.
+
+        Arguments:
+            out: `[T, H]`, overwritten; H may be 0.
+            home: `[T, K]`, overwritten with the number of each route, 0 where there is none; None: none travel.
+            topk_idx: flat, with `home`: `[T, K]` of the dispatch.
+        """
+        ...
+
+    def release(self, answered: Any) -> None:
         """Ends it, when all ranks have read."""
         ...
 

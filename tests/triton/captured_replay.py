@@ -4,6 +4,7 @@ import contextlib
 
 from moecomm.kernels.triton import (
     captured_announce,
+    captured_answers,
     captured_cards,
     captured_combine,
     captured_messages,
@@ -15,13 +16,16 @@ from moecomm.kernels.triton import (
     captured_zeros,
     counts,
     flat,
+    gradients,
     plans,
     push,
     runtime,
+    values,
 )
 
 MODULES = [captured_announce, captured_combine, captured_messages, captured_plan, captured_rows, captured_send]
 MODULES += [captured_cards, captured_ready, captured_static, captured_zeros, counts, flat, plans, push]
+MODULES += [captured_answers, gradients, values]
 
 
 @contextlib.contextmanager

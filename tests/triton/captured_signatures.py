@@ -70,7 +70,15 @@ for block, at_home in ((flat, None), (grouped, weights)):
     static.announce(x, ids, block, signature=1, topk_weights=weights)
     static.push(block)
     static.arrive(block)
-    static.send_rows(y, block, place=1 << 35, signature=1)
-    static.sum_rows(block, x, signature=1, topk_weights=at_home)
-    static.release(block)
+    kept = static.answered(block, torch.zeros(static.answered_words(block, T)).long(), T)
+    static.keep(block, kept)
+    values, at = torch.zeros(1024, K) if block is flat else torch.zeros(1024), {"values_at": 1 << 37}
+    static.send_rows(y, kept, place=1 << 35, signature=1, values=values, **at)
+    home = {"home": torch.zeros(T, K), "topk_idx": ids.int() if block is flat else None}
+    static.sum_rows(kept, x, signature=1, topk_weights=at_home, **home)
+    static.release(kept)
+    # What is launched last counts, and values are narrow.
+    static.send_rows(y, block.answered, place=1 << 35, signature=1)
+    static.sum_rows(block.answered, x, signature=1, topk_weights=at_home)
+    static.release(block.answered)
 json.dump(compiled, sys.stdout)

@@ -45,6 +45,8 @@ class StaticRank(CapturedRank):
         self.block = self.make_block(case.form)
         self.out_at = 64 * rank + behind[-1]
         self.answers_at = blocks[rank] - 64 * rank + self.out_at
+        self.returned_at = self.out_at + _whole(case.form.num_rows * case.row_bytes)
+        self.num_combines = 0
 
     def make_block(self, form, distance=0):
         """A block of this form, so many bytes away from the rank's own."""
@@ -53,7 +55,8 @@ class StaticRank(CapturedRank):
 
     def send(self, inputs):
         weights = None if inputs.weights is None else inputs.weights[self.rank]
-        arguments = inputs.rows[self.rank], inputs.ids[self.rank], self.block
+        self.ids = inputs.ids[self.rank]
+        arguments = inputs.rows[self.rank], self.ids, self.block
         self.static.announce(*arguments, signature=self.signature, topk_weights=weights)
 
     def receive(self):
@@ -67,11 +70,35 @@ class StaticRank(CapturedRank):
         return bytes_at(self.answers_at, max(1, y.nbytes))[: y.nbytes].view(y.dtype).view(y.shape).copy_(y)
 
     def combine(self, y, out, weights):
-        self.static.send_rows(y, self.block, place=self.out_at, signature=self.signature)
-        self.static.sum_rows(self.block, out, signature=self.signature, topk_weights=weights)
-        self.static.release(self.block)
+        """With numbers beside the rows; every other time the way home is a copy."""
+        static, answered, (num_tokens, num_topk) = self.static, self.block.answered, self.ids.shape
+        self.num_combines += 1
+        if self.num_combines % 2 == 0:
+            memory = torch.full((static.answered_words(self.block, num_tokens),), -7)
+            answered = static.answered(self.block, memory, num_tokens)
+            static.keep(self.block, answered)
+        is_flat, home = self.case.layout == "flat", torch.full((num_tokens, num_topk), float("nan"))
+        values = _values_of(self.rank, torch.arange(len(y)))
+        values = values[:, None] + torch.arange(num_topk) / 16 if is_flat else values
+        beside = {"values": values, "values_at": self.returned_at}
+        static.send_rows(y, answered, place=self.out_at, signature=self.signature, **beside)
+        back = {"home": home, "topk_idx": self.ids.int() if is_flat else None}
+        static.sum_rows(answered, out, signature=self.signature, topk_weights=weights, **back)
+        static.release(answered)
+        assert torch.equal(home, self._expected(answered.routes[:num_tokens]))
         num_words = y.nbytes // 4  # which nobody reads any more
         fill[(1,)](self.answers_at, num_words, POISON_WORD, BLOCK=triton.next_power_of_2(max(1, num_words)))
+
+    def _expected(self, routes):
+        """The numbers that come home."""
+        wanted = _values_of(routes >> 40, routes & (1 << 40) - 1).masked_fill(routes < 0, 0)
+        if self.case.layout != "flat":
+            return wanted
+        # Of each choice: that of the route to its expert's rank, from its own column.
+        ranks = torch.where(self.ids < 0, -1, self.case.world.expert_rank[self.ids])
+        is_it = (ranks[:, :, None] == (routes >> 40)[:, None, :]) & (routes >= 0)[:, None, :]
+        found = torch.where(is_it, wanted[:, None, :], 0).sum(dim=2)
+        return torch.where(ranks < 0, 0, found + torch.arange(self.ids.shape[1]) / 16)
 
     @property
     def everything(self):
@@ -88,8 +115,13 @@ def static_memory(case):
     """Bytes of all memory of a `StaticRank`: the last is of blocks with guards, and of the rows of a combine."""
     sizes = {"num_ranks": case.num_ranks, "num_experts": case.num_experts, "max_in_flight": case.depth}
     choices = case.topk * (case.form.value_bytes + 4) if case.layout == "flat" else case.form.value_bytes
-    rows = case.form.num_rows * (2 * case.row_bytes + choices)
-    return *case.memory()[:3], static_mailbox_bytes(**sizes), rows + 12 * GUARD
+    rows = case.form.num_rows * (2 * case.row_bytes + choices + 4 * case.topk)
+    return *case.memory()[:3], static_mailbox_bytes(**sizes), rows + 15 * GUARD
+
+
+def _values_of(rank, rows):
+    """One number for each row of a rank, exact in fp32."""
+    return (rank * 4096 + rows + 1).float()
 
 
 def _whole(nbytes):

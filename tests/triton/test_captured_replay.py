@@ -3,6 +3,7 @@
 What a graph does is done here by keeping the launches and making them again. On a GPU see test_cuda_graph.py.
 """
 
+import contextlib
 import gc
 from datetime import timedelta
 
@@ -65,21 +66,17 @@ class _Nothing:
         """Nothing is kept."""
 
 
+@contextlib.contextmanager
+def captured(device):
+    """Launches are kept, on the caller's stream and on the communicator's."""
+    with recorded() as launches, device.capturing():
+        yield launches
+
+
 def replay_all(group, layout, dtype):
     device = LateDevice(identity=DeviceIdentity(str(group.rank), NAMES), looks=False)
     options = OPTIONS[layout]
     given = Tensors(TOKENS[group.rank], dtype)
-
-    class Capture:
-        def __enter__(self):
-            self._parts = (recorded(), device.capturing())
-            launches = self._parts[0].__enter__()
-            self._parts[1].__enter__()
-            return launches
-
-        def __exit__(self, *error):
-            for part in reversed(self._parts):
-                part.__exit__(*error)
 
     limits = {"timeout": timedelta(seconds=60), "memory_limit": 1 << 22}
     with (
@@ -89,7 +86,7 @@ def replay_all(group, layout, dtype):
         given.fill(group.rank, 0)
         pair(comm, given, options)  # so that there is a block
         gc.collect()
-        received, home, (dispatch, experts, combine) = pair(comm, given, options, Capture)
+        received, home, (dispatch, experts, combine) = pair(comm, given, options, lambda: captured(device))
         assert len(dispatch) > 5
         assert len(combine) > 2
         for step in range(1, 6):
@@ -145,3 +142,82 @@ def replay_all(group, layout, dtype):
 )
 def test_replays_give_the_native_bits(num_ranks, layout, dtype):
     launch(replay_all, num_ranks, layout, dtype, backend="processes", timeout=300)
+
+
+# -- forward and backward ----------------------------------------------------------------------------------------------
+
+
+class Leaves(Tensors):
+    """What a graph of a forward and its backward reads; weights travel, and others are applied at home."""
+
+    def __init__(self, num_tokens, dtype, options):
+        super().__init__(num_tokens, dtype)
+        self.at_home = None if options.get("layout") == "flat" else torch.zeros_like(self.weights).requires_grad_()
+        self.x.requires_grad_()
+        self.weights.requires_grad_()
+        num_rows, num_topk = options["capacity"], self.ids.shape[1]
+        self.grad = torch.zeros(num_tokens, 24, dtype=dtype)
+        shape = (num_rows,) if self.at_home is not None else (num_rows, num_topk)
+        self.grad_weights = torch.zeros(shape, dtype=self.weights.dtype)
+        self.kept = []
+
+    @torch.no_grad()
+    def fill(self, rank, step):
+        super().fill(rank, step)
+        if self.at_home is not None:
+            self.at_home.copy_(self.weights).mul_(0.75)
+        self.grad.copy_(random_rows(tuple(self.grad.shape), self.grad.dtype, f"grad {step} {rank}"))
+        self.grad_weights.copy_(random_rows(tuple(self.grad_weights.shape), self.weights.dtype, f"w {step} {rank}"))
+
+    def learn(self, comm, options):
+        """A handle, the sums, and gradients of all that has some."""
+        received = comm.dispatch(self.x, self.ids, self.weights, **options)
+        received.x.register_hook(self.kept.append)  # a graph keeps it by itself
+        home = comm.combine(received.x, received.handle, topk_weights=self.at_home)
+        leaves = [leaf for leaf in (self.x, self.weights, self.at_home) if leaf is not None]
+        grads = torch.autograd.grad((home, received.topk_weights), leaves, (self.grad, self.grad_weights))
+        return received.handle, (home.detach(), *grads)
+
+
+def replay_training(group, layout, dtype):
+    device = LateDevice(identity=DeviceIdentity(str(group.rank), NAMES), looks=False)
+    options = OPTIONS[layout]
+    given = Leaves(TOKENS[group.rank], dtype, options)
+    limits = {"timeout": timedelta(seconds=60), "memory_limit": 1 << 22}
+    with (
+        Communicator(group, **(SIZES | limits), transport="nvlink", device=device) as comm,
+        Communicator(group, **(SIZES | limits), transport="shm") as native,
+    ):
+        given.fill(group.rank, 0)
+        given.learn(comm, options)  # so that there are blocks
+        given.kept.clear()
+        gc.collect()
+        with captured(device) as launches:
+            handle, found = given.learn(comm, options)
+        assert handle.routing.on_device is not None
+        for step in range(1, 5):
+            given.fill(group.rank, step)
+            handle.topk_idx.copy_(given.ids)  # which no kernel of ours does
+            group.all_gather(None)
+            replay(launches)
+            if step == 2:  # between replays, the same without a graph
+                _, apart = given.learn(comm, options)
+                for one, other in zip(found, apart, strict=True):
+                    assert_bitwise_equal(other, one, "beside the graph")
+            comm.check()
+            _, wanted = given.learn(native, options)
+            for number, (one, want) in enumerate(zip(found, wanted, strict=True)):
+                assert_bitwise_equal(one, want, f"replay {step}: {number}")
+    device.end()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "dtype"),
+    [
+        (1, "fixed", torch.float64),
+        (3, "fixed", torch.bfloat16),
+        (3, "fixed flat", torch.float32),
+    ],
+)
+def test_replays_of_a_forward_and_its_backward_give_the_native_bits(num_ranks, layout, dtype):
+    launch(replay_training, num_ranks, layout, dtype, backend="processes", timeout=300)

@@ -153,7 +153,7 @@ def test_each_mistake_comes_out_with_one_of_eight_seeds(mistake, monkeypatch):
 
 
 def test_rows_that_change_before_everybody_has_read_them_come_out(monkeypatch):
-    monkeypatch.setattr(StaticExchange, "release", lambda self, block: self._combines.end(block.placed))
+    monkeypatch.setattr(StaticExchange, "release", lambda self, answered: self._combines.end(answered))
     assert is_caught(CHAOS, in_pairs=True), "nobody has noticed"
 
 
@@ -262,11 +262,11 @@ def test_an_id_that_is_none_and_another_form_stop_every_rank():
     other.signature -= 1
     ranks.dispatch(3, inputs)
     for rank in ranks:
-        rank.static.send_rows(case.answers(3)[rank.rank], rank.block, place=rank.out_at, signature=rank.rank)
+        rank.static.send_rows(case.answers(3)[rank.rank], rank.block.answered, place=rank.out_at, signature=rank.rank)
     for rank in ranks:
         out = torch.full((inputs.ids[rank.rank].shape[0], case.hidden), 7, dtype=case.dtype)
-        rank.static.sum_rows(rank.block, out, signature=rank.rank)
-        rank.static.release(rank.block)
+        rank.static.sum_rows(rank.block.answered, out, signature=rank.rank)
+        rank.static.release(rank.block.answered)
         with pytest.raises(CallMismatch, match=rf"readiness #0: what rank {1 - rank.rank} has sent"):
             rank.exchange.check()
         assert bool((out == 7).all())
@@ -328,5 +328,10 @@ def test_arguments_are_checked():
     with pytest.raises(ValueError, match="topk_idx has 5 tokens; there is room for 4"):
         static.announce(inputs.rows[1], inputs.ids[1], rank.block, signature=1)
     for wrong, place in ((y[1:], 64), (y, 8)):
-        with pytest.raises(ValueError, match=rf"wanted {form.num_rows} rows, a multiple of 16"):
-            static.send_rows(wrong, rank.block, place=place, signature=1)
+        with pytest.raises(ValueError, match=rf"y is .* wanted {form.num_rows} rows, a multiple of 16"):
+            static.send_rows(wrong, rank.block.answered, place=place, signature=1)
+    values = torch.zeros(form.num_rows + 1)
+    for wrong, at in ((values, 64), (values[1:], 8), (torch.zeros(form.num_rows, 2)[:, 0], 64)):
+        beside = {"values": wrong, "values_at": at}
+        with pytest.raises(ValueError, match=rf"values is .* wanted {form.num_rows} rows, a multiple of 16"):
+            static.send_rows(y, rank.block.answered, place=64, signature=1, **beside)

@@ -106,6 +106,65 @@ def capture_and_replay(group, transport, index, dtype, layout):
         meet()
 
 
+def train(comm, x, ids, weights, grad, options):
+    """A dispatch, experts, a combine and the backward of them all; gradients of x and weights."""
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    received = comm.dispatch(x, ids, weights, **options)
+    at_home = None if options.get("layout") == "flat" else weights
+    home = comm.combine(received.x * 2, received.handle, topk_weights=at_home)
+    of_weights = received.topk_weights.detach() * 0.5  # no sums of torch's, whose order is its own
+    return home.detach(), *torch.autograd.grad((home, received.topk_weights), (x, weights), (grad, of_weights))
+
+
+def capture_and_train(group, transport, index, dtype, layout):
+    options = LAYOUTS[layout]
+
+    def given_at(step):
+        *inputs, weights = contents(group.rank, step, dtype)
+        return *inputs, weights, random_rows(tuple(inputs[0].shape), dtype, f"grad {step} {group.rank}")
+
+    def meet():
+        torch.cuda.synchronize()
+        group.all_gather(None)
+
+    with (
+        torch.cuda.device(index),
+        Communicator(group, **SIZES, transport=transport, device="cuda", memory_limit=1 << 24) as comm,
+        Communicator(group, **SIZES) as native,
+    ):
+        given = [tensor.cuda() for tensor in given_at(0)]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                train(comm, *given, options)
+        meet()
+        graph = torch.cuda.CUDAGraph()
+        for turn in range(group.size):
+            if turn == group.rank:
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    found = train(comm, *given, options)
+            group.all_gather(None)
+        for step in range(1, 6):
+            new = given_at(step)
+            with torch.no_grad():
+                for kept, tensor in zip(given, new, strict=True):
+                    kept.copy_(tensor)
+            meet()
+            with torch.cuda.stream(stream):
+                graph.replay()
+            comm.check()
+            for name, one, want in zip(("sums", "x", "weights"), found, train(native, *new, options), strict=True):
+                assert_bitwise_equal(one.cpu(), want, f"replay {step}: {name}")
+        meet()
+
+
+@pytest.mark.parametrize("layout", ["fixed", "fixed flat"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_forward_and_its_backward(dtype, layout):
+    launch(capture_and_train, 1, "local", 0, dtype, layout, timeout=200)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -133,3 +192,15 @@ def test_processes_on_several_gpus(num_ranks, layout):
     if torch.cuda.device_count() < num_ranks or not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip(f"needs {num_ranks} GPUs with peer access")
     launch(on_gpus, num_ranks, torch.bfloat16, layout, backend="processes", timeout=200)
+
+
+def train_on_gpus(group, layout):
+    capture_and_train(group, "nvlink", group.rank, torch.bfloat16, layout)
+
+
+@needs_cupy
+@pytest.mark.parametrize("layout", ["fixed", "fixed flat"])
+def test_a_forward_and_its_backward_on_two_gpus(layout):
+    if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("needs 2 GPUs with peer access")
+    launch(train_on_gpus, 2, layout, backend="processes", timeout=200)

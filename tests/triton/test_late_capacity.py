@@ -3,12 +3,14 @@
 What is their own where kernels alone make them stands in test_static_calls.py.
 """
 
+import contextlib
 from datetime import timedelta
 
 import pytest
 import torch
 from late_device import LateDevice
 from late_ranks import SIZES
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecomm import Communicator
 from moecomm.testing import uniform
@@ -37,18 +39,30 @@ def test_the_contract_of_capacity(check, monkeypatch):
     check(World("threads", "local", rank_counts=(1, 3), timeout=200))
 
 
+class Looking(TorchDispatchMode):
+    """Looks at torch operators, as selective checkpointing does."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(
-    ("options", "num_sums"),
-    [({"capacity": 16}, 3), ({"capacity": 16, "layout": "flat"}, 1), ({"layout": "flat"}, 1)],
-    ids=["recorded by autograd", "flat, recorded by autograd", "as many rows as arrive"],
+    ("options", "num_sums", "recording", "mode"),
+    [
+        ({"layout": "flat"}, 1, False, contextlib.nullcontext),
+        ({"mode": "low_latency", "layout": "expert_major"}, 3, True, contextlib.nullcontext),
+        ({"capacity": 16}, 3, False, Looking),
+        ({"capacity": 16, "layout": "flat"}, 1, True, Looking),
+    ],
+    ids=["as many rows as arrive", "low latency, recorded", "operators", "flat, recorded operators"],
 )
-def test_what_no_graph_can_hold(options, num_sums):
+def test_what_no_graph_can_hold(options, num_sums, recording, mode):
     device = LateDevice()
-    x, ids = torch.ones(4, 24, requires_grad="capacity" in options), uniform(4, 6, 3, seed=0)
-    with Communicator(None, **SIZES, device=device) as comm:
+    x, ids = torch.ones(4, 24, requires_grad=recording), uniform(4, 6, 3, seed=0)
+    with Communicator(None, **SIZES, device=device) as comm, mode():
         for _ in range(2):  # nothing is left of what was refused
             received = comm.dispatch(x, ids, **options)
-            assert received.x.shape == (options.get("capacity", 4), 24)
+            assert received.x.requires_grad == recording
             assert received.handle.routing.on_device is None
             with device.capturing(), pytest.raises(ValueError, match="hosts take part in this call"):
                 comm.dispatch(x, ids, **options)

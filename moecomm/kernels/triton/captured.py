@@ -242,15 +242,14 @@ class CapturedExchange:
             topk_weights: `[T, K]` contiguous fp32 (fp64 beside fp64 rows), applied here; None: a plain sum.
             outputs: as given to `send_rows`.
         """
-        self.check_sums(placed, out, topk_weights)
+        self.check_sums((placed.num_tokens, placed.form.num_topk), out, topk_weights)
         self._combines.end(placed)
         wait_for_ticket(self.control, self._combine.slot, placed.combined)
         routes = placed.routes[: placed.num_tokens]
         pull_sums(self.control, placed.combined, out, routes, outputs or self._outputs, topk_weights)
 
-    def check_sums(self, placed: Placed, out: Tensor, topk_weights: Tensor | None) -> None:
-        """Raises ValueError if these are not arguments of `sum_rows`."""
-        shape = placed.num_tokens, placed.form.num_topk
+    def check_sums(self, shape: tuple[int, int], out: Tensor, topk_weights: Tensor | None) -> None:
+        """Raises ValueError if these are not arguments of `sum_rows`; `shape` is T, K."""
         if out.dim() != 2 or out.shape[0] != shape[0] or not out.is_contiguous():
             raise ValueError(f"out is {list(out.shape)} with strides {out.stride()}; wanted contiguous [{shape[0]}, H]")
         wide = weights_dtype(out.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moecomm.kernels.triton.captured_messages import window_of
 from moecomm.kernels.triton.captured_send import end_send
-from moecomm.kernels.triton.captured_state import Control, Operation
+from moecomm.kernels.triton.captured_state import Control, Operation, changed_signature
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.lanes import unless_failed
 from moecomm.kernels.triton.runtime import launch, num_blocks
@@ -78,13 +78,14 @@ def find_bad_kernel(
         ),
     ],
     do_not_specialize_on_alignment=[
-        *("counts", "ids", "first_bad", "mailboxes", "begun", "ticket", "arrivals", "boards", "status"),
+        *("counts", "ids", "first_bad", "changed", "mailboxes", "begun", "ticket", "arrivals", "boards", "status"),
     ],
 )
 def announce_kernel(
     counts: tl.tensor,
     ids: tl.tensor,
     first_bad: tl.tensor,
+    changed: tl.tensor,
     mailboxes: tl.tensor,
     card_bytes: tl.int64,
     num_windows: tl.int64,
@@ -109,6 +110,7 @@ def announce_kernel(
     Arguments:
         counts: `[E + R]` int32: my routes to each expert, my tokens with a choice at each rank.
         first_bad: one int64; becomes `NOWHERE` again.
+        changed: one int64: whether a recompute has routed otherwise.
         mailboxes: `[R]` int64, address of each rank's here.
     """
     num_boards = unless_failed(status, num_ranks)
@@ -118,7 +120,7 @@ def announce_kernel(
         card = tl.load(mailboxes + tl.program_id(0)) + mine
         header = card.to(tl.pointer_type(tl.int64))
         where = tl.load(first_bad)
-        tl.store(header, tl.cast(signature, tl.int64))
+        tl.store(header, tl.where(tl.load(changed) != 0, changed_signature(signature), tl.cast(signature, tl.int64)))
         tl.store(header + 1, where)
         tl.store(header + 2, tl.load(ids + where, mask=where < _NOWHERE, other=0).to(tl.int64))
         tl.store(header + _PLACES, tl.cast(rows_at, tl.int64))
@@ -145,6 +147,7 @@ def announce(
     counts: Tensor,
     ids: Tensor,
     first_bad: Tensor,
+    changed: Tensor,
     mailboxes: Tensor,
     signature: int,
     places: tuple[int, int, int],
@@ -155,7 +158,8 @@ def announce(
         announce_kernel,
         num_ranks,
         counts.device,
-        *(counts, ids, first_bad, mailboxes, card_bytes(counts.numel() - num_ranks, num_ranks), control.num_windows),
+        *(counts, ids, first_bad, changed, mailboxes, card_bytes(counts.numel() - num_ranks, num_ranks)),
+        control.num_windows,
         *(signature, *places, control.rank, num_ranks, counts.numel(), operation.begun, ticket, operation.arrivals),
         *(control.boards, operation.slot, control.status),
         COLUMNS=_COLUMNS,
@@ -165,7 +169,7 @@ def announce(
 
 def compile_cases() -> list[CompileCase]:
     """Ids of both widths; some ranks and many."""
-    words = ("mailboxes", "begun", "ticket", "boards", "status", "first_bad")
+    words = ("mailboxes", "begun", "ticket", "boards", "status", "first_bad", "changed")
     types = {**dict.fromkeys(words, "*i64"), **dict.fromkeys(("counts", "arrivals"), "*i32")}
     types |= dict.fromkeys(("num_experts", "rank", "num_ranks", "num_columns"), "i32")
     cases = []

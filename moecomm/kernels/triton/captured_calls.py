@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import final
 
 from moecomm.errors import TooManyInFlight
-from moecomm.kernels.triton.captured_blocks import Placed
 
 __all__ = ["InFlight"]
 
@@ -26,10 +25,10 @@ class InFlight:
     def __init__(self, operation: str, max_in_flight: int) -> None:
         self._operation = operation
         self._max_in_flight = max_in_flight
-        self._begun: dict[int, tuple[Placed, int]] = {}
+        self._begun: dict[int, tuple[object, int]] = {}
         self._next = 0
 
-    def begin(self, placed: Placed) -> None:
+    def begin(self, placed: object) -> None:
         """Counts a call.
 
         Raises:
@@ -48,7 +47,7 @@ class InFlight:
         self._begun[id(placed)] = placed, self._next
         self._next += 1
 
-    def end(self, placed: Placed) -> None:
+    def end(self, placed: object) -> None:
         """Counts a call as completed.
 
         Raises:

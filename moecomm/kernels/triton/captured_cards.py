@@ -22,7 +22,15 @@ from moecomm.kernels.triton.captured_groups import (
     settle_block,
 )
 from moecomm.kernels.triton.captured_messages import window_of
-from moecomm.kernels.triton.captured_state import BAD_ID, MISMATCH, Control, report_fault
+from moecomm.kernels.triton.captured_state import (
+    BAD_ID,
+    CHANGED,
+    MISMATCH,
+    Control,
+    changed_signature,
+    find_rank,
+    report_fault,
+)
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.lanes import acquire_lanes, unless_failed
 from moecomm.kernels.triton.runtime import launch
@@ -134,10 +142,6 @@ def plan_announced_kernel(
         source = tl.arange(0, ALL_RANKS)
         header = (cards + source * card_bytes).to(tl.pointer_type(tl.int64))
         is_rank = source < num_ranks
-        is_alike = tl.load(header, mask=is_rank, other=0) == signature
-        stranger = tl.min(tl.where(is_rank & (~is_alike), source, num_ranks), axis=0)
-        where = tl.load(header + 1, mask=is_rank, other=_NOWHERE)
-        wrong = tl.min(tl.where(is_rank & (where < _NOWHERE), source, num_ranks), axis=0)
         # Without a plan nothing goes there, so they need not be right.
         region = tl.load(regions + source, mask=is_rank, other=0)
         for plane in tl.static_range(_NUM_PLANES):
@@ -160,8 +164,16 @@ def plan_announced_kernel(
             ALL_RANKS,
             GROUPS,
         )
+        # Looked at here, so that nothing of it takes registers while rows are placed.
+        said = tl.load(header, mask=is_rank, other=0)
+        stranger = find_rank(is_rank & (said != signature) & (said != changed_signature(signature)), source, num_ranks)
+        changer = find_rank(is_rank & (said == changed_signature(signature)), source, num_ranks)
+        where = tl.load(header + 1, mask=is_rank, other=_NOWHERE)
+        wrong = find_rank(is_rank & (where < _NOWHERE), source, num_ranks)
         if stranger < num_ranks:
             report_fault(status, fault, slot, number, stranger, 0, 0, MISMATCH)
+        elif changer < num_ranks:
+            report_fault(status, fault, slot, number, changer, 0, 0, CHANGED)
         elif wrong < num_ranks:
             card = (cards + wrong * card_bytes).to(tl.pointer_type(tl.int64))
             report_fault(status, fault, slot, number, wrong, tl.load(card + 1), tl.load(card + 2), BAD_ID)

@@ -2,7 +2,9 @@
 
     R ranks
 
-    card: signature, where the source's rows are, as an offset in the region of all ranks: int64, in 64 bytes
+    card: signature, where the source's planes are, as offsets in the region of all ranks: int64, in 64 bytes
+
+Planes are rows, and numbers that come home beside them.
 
 Cards lie in mailboxes `[num_windows, R, 64]`, by call and source, as those of `captured_announce` do.
 """
@@ -17,26 +19,40 @@ from torch import Tensor
 
 from moecomm.kernels.triton.captured_messages import window_of
 from moecomm.kernels.triton.captured_send import end_send
-from moecomm.kernels.triton.captured_state import MISMATCH, Control, Operation, report_fault
+from moecomm.kernels.triton.captured_state import (
+    CHANGED,
+    MISMATCH,
+    Control,
+    Operation,
+    changed_signature,
+    find_rank,
+    report_fault,
+)
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.lanes import acquire_lanes, unless_failed
 from moecomm.kernels.triton.runtime import launch
 
-__all__ = ["READY_BYTES", "compile_cases", "find_places", "send_place"]
+__all__ = ["NUM_PLANES", "READY_BYTES", "compile_cases", "find_places", "send_places"]
 
 READY_BYTES = 64
 """What one card takes."""
 
+NUM_PLANES = 2
+"""That a card names."""
+
 _BYTES = tl.constexpr(READY_BYTES)
+_NUM_PLANES = tl.constexpr(NUM_PLANES)
 
 
 @triton.jit(
-    do_not_specialize=["place", "signature", "num_windows", "rank", "num_ranks", "slot"],
-    do_not_specialize_on_alignment=["mailboxes", "begun", "ticket", "arrivals", "boards", "status"],
+    do_not_specialize=["rows_at", "values_at", "signature", "num_windows", "rank", "num_ranks", "slot"],
+    do_not_specialize_on_alignment=["changed", "mailboxes", "begun", "ticket", "arrivals", "boards", "status"],
 )
-def send_place_kernel(
-    place: tl.int64,
+def send_places_kernel(
+    rows_at: tl.int64,
+    values_at: tl.int64,
     signature: tl.int64,
+    changed: tl.tensor,
     mailboxes: tl.tensor,
     num_windows: tl.int64,
     rank: tl.int32,
@@ -52,7 +68,8 @@ def send_place_kernel(
     """One program: writes my card for every rank and signals.
 
     Arguments:
-        place: offset of my rows in the region of all ranks.
+        rows_at, values_at: offsets of my planes in the region of all ranks.
+        changed: one int64: whether a recompute has routed otherwise.
         mailboxes: `[R]` int64, address of each rank's here.
     """
     num_boards = unless_failed(status, num_ranks)
@@ -60,8 +77,10 @@ def send_place_kernel(
     peer = tl.arange(0, RANKS)
     mine = window_of(rank * tl.cast(_BYTES, tl.int64), _BYTES, num_windows, num_ranks, number)
     card = (tl.load(mailboxes + peer, mask=peer < num_boards, other=0) + mine).to(tl.pointer_type(tl.int64))
-    tl.store(card, tl.full((RANKS,), 0, tl.int64) + signature, mask=peer < num_boards)
-    tl.store(card + 1, tl.full((RANKS,), 0, tl.int64) + place, mask=peer < num_boards)
+    said = tl.where(tl.load(changed) != 0, changed_signature(signature), tl.cast(signature, tl.int64))
+    tl.store(card, tl.full((RANKS,), 0, tl.int64) + said, mask=peer < num_boards)
+    tl.store(card + 1, tl.full((RANKS,), 0, tl.int64) + rows_at, mask=peer < num_boards)
+    tl.store(card + 2, tl.full((RANKS,), 0, tl.int64) + values_at, mask=peer < num_boards)
     end_send(arrivals, boards, num_boards, slot * num_ranks + rank, begun, ticket, number, RANKS)
 
 
@@ -84,12 +103,12 @@ def find_places_kernel(
     addresses: tl.tensor,
     RANKS: tl.constexpr,
 ) -> None:
-    """One program: waits for all cards and writes where everybody's rows are, or reports that one is of another call.
+    """One program: waits for all cards and writes where everybody's planes are, or reports why they are not read.
 
     Arguments:
         mailbox: address of mine.
         regions: `[R]` int64, address of each rank's region here.
-        addresses: `[R]` int64, overwritten.
+        addresses: `[NUM_PLANES, R]` int64, overwritten.
     """
     number = tl.load(ticket)
     num_behind = acquire_lanes(board, slot, number, num_ranks, status, timeout_ns, RANKS)
@@ -100,24 +119,35 @@ def find_places_kernel(
         source = tl.arange(0, RANKS)
         is_rank = source < num_ranks
         card = (cards + source * _BYTES).to(tl.pointer_type(tl.int64))
-        is_alike = tl.load(card, mask=is_rank, other=0) == signature
-        stranger = tl.min(tl.where(is_rank & (~is_alike), source, num_ranks), axis=0)
+        said = tl.load(card, mask=is_rank, other=0)
+        stranger = find_rank(is_rank & (said != signature) & (said != changed_signature(signature)), source, num_ranks)
+        changer = find_rank(is_rank & (said == changed_signature(signature)), source, num_ranks)
         if stranger < num_ranks:
             report_fault(status, fault, slot, number, stranger, 0, 0, MISMATCH)
+        elif changer < num_ranks:
+            report_fault(status, fault, slot, number, changer, 0, 0, CHANGED)
         else:
-            place = tl.load(regions + source, mask=is_rank, other=0) + tl.load(card + 1, mask=is_rank, other=0)
-            tl.store(addresses + source, place, mask=is_rank)
+            region = tl.load(regions + source, mask=is_rank, other=0)
+            for plane in tl.static_range(_NUM_PLANES):
+                place = region + tl.load(card + 1 + plane, mask=is_rank, other=0)
+                tl.store(addresses + plane * num_ranks + source, place, mask=is_rank)
 
 
-def send_place(
-    control: Control, operation: Operation, ticket: Tensor, place: int, mailboxes: Tensor, signature: int
+def send_places(
+    control: Control,
+    operation: Operation,
+    ticket: Tensor,
+    places: tuple[int, int],
+    mailboxes: Tensor,
+    signature: int,
+    changed: Tensor,
 ) -> None:
-    """Begins a call: tells every rank that my rows are ready at this offset in the region of all ranks."""
+    """Begins a call: tells every rank that my planes are ready at these offsets in the region of all ranks."""
     launch(
-        send_place_kernel,
+        send_places_kernel,
         1,
         ticket.device,
-        *(place, signature, mailboxes, control.num_windows, control.rank, control.num_ranks),
+        *(*places, signature, changed, mailboxes, control.num_windows, control.rank, control.num_ranks),
         *(operation.begun, ticket, operation.arrivals, control.boards, operation.slot, control.status),
         RANKS=triton.next_power_of_2(control.num_ranks),
         num_warps=1,
@@ -127,7 +157,7 @@ def send_place(
 def find_places(
     control: Control, slot: int, ticket: Tensor, mailbox: int, signature: int, regions: Tensor, addresses: Tensor
 ) -> None:
-    """Waits for all cards; `addresses` `[R]` int64 becomes where everybody's rows are."""
+    """Waits for all cards; `addresses` `[NUM_PLANES, R]` int64 becomes where everybody's planes are."""
     launch(
         find_places_kernel,
         1,
@@ -141,9 +171,9 @@ def find_places(
 
 def compile_cases() -> list[CompileCase]:
     """Some ranks and many."""
-    words = ("mailboxes", "begun", "ticket", "boards", "status", "fault", "regions", "addresses")
+    words = ("changed", "mailboxes", "begun", "ticket", "boards", "status", "fault", "regions", "addresses")
     types = {**dict.fromkeys(words, "*i64"), "arrivals": "*i32", "rank": "i32", "num_ranks": "i32"}
-    kernels: dict[str, Any] = {"send_place": send_place_kernel, "find_places": find_places_kernel}
+    kernels: dict[str, Any] = {"send_places": send_places_kernel, "find_places": find_places_kernel}
     return [
         CompileCase(
             name=f"{name} {ranks} ranks",

@@ -17,20 +17,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moecomm.errors import CallMismatch, CapacityExceeded, PeerTimeout
+from moecomm.errors import CallMismatch, CapacityExceeded, PeerTimeout, RoutingChanged
+from moecomm.kernels.captured import FOUND_BY_ALL
 from moecomm.kernels.triton.lanes import EXPECTED, FAILED
 from moecomm.kernels.triton.signals import make_status, raise_if_behind
 
 __all__ = [
     "BAD_ID",
+    "CHANGED",
     "MISMATCH",
     "NUM_SLOTS",
     "OPERATIONS",
     "OVERFLOW",
     "Control",
     "Operation",
+    "changed_signature",
     "check_control",
     "failure_of",
+    "find_rank",
     "make_control",
     "report_fault",
     "windows_for",
@@ -44,6 +48,8 @@ NUM_SLOTS = len(OPERATIONS)
 OVERFLOW = tl.constexpr(-1)
 BAD_ID = tl.constexpr(-2)
 MISMATCH = tl.constexpr(-3)
+CHANGED = tl.constexpr(-4)
+_CHANGED_BIT = tl.constexpr(1 << 32)
 _NUM_WORDS = 5
 
 
@@ -70,7 +76,7 @@ class Control(NamedTuple):
         boards: `[R]` int64, address of each rank's board here.
         status: as in `lanes`, with faults.
         fault: `[5]` int64: slot, ticket, then by kind: overflow: index, rows needed, rows there are; bad id: source,
-            t * K + k, id; mismatch: source.
+            t * K + k, id; mismatch, changed: source.
         timeout_ns: of a wait.
         num_windows: calls whose messages are kept, see `windows_for`.
     """
@@ -112,6 +118,18 @@ def make_control(
         for slot in range(NUM_SLOTS)
     ]
     return control, operations
+
+
+@triton.jit
+def changed_signature(signature: tl.int64) -> tl.tensor:
+    """What a card says for its signature of 31 bits if a recompute has routed otherwise than the forward."""
+    return tl.cast(signature, tl.int64) + _CHANGED_BIT
+
+
+@triton.jit
+def find_rank(is_it: tl.tensor, source: tl.tensor, num_ranks: tl.int32) -> tl.tensor:
+    """The first rank of which something is true, or num_ranks."""
+    return tl.min(tl.where(is_it, source, num_ranks), axis=0)
 
 
 @triton.jit
@@ -157,6 +175,11 @@ def failure_of(
             operation=operation,
             peers=(first,),
         )
+    if kind == CHANGED.value:
+        return RoutingChanged(
+            f"{operation}: under activation checkpointing a recompute of {describe(first)} has routed otherwise than "
+            "the forward: topk_idx differs, so gradients would be wrong, and none are computed from here on"
+        )
     if kind == OVERFLOW.value:
         what, remedy = "rank", "Give a larger capacity, or none"
         if OPERATIONS[slot] == "dispatch":  # of low latency: there is room for every token once
@@ -181,10 +204,11 @@ def check_control(
         CapacityExceeded: rows did not fit.
         ValueError: an id was none.
         CallMismatch: ranks made calls of different forms.
+        RoutingChanged: a recompute has routed otherwise than its forward.
     """
     failure = failure_of(control, num_topk=num_topk, describe=describe)
     if failure is None:
         return
-    if isinstance(failure, (ValueError, CallMismatch)):
+    if isinstance(failure, FOUND_BY_ALL):
         control.status[FAILED.value].zero_()
     raise failure

@@ -22,22 +22,24 @@ from torch import Tensor
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured import CapturedExchange
 from moecomm.kernels.triton.captured_announce import NOWHERE, announce, card_bytes, find_bad
+from moecomm.kernels.triton.captured_answers import Answered, answered_in, answered_words, keep_answered
 from moecomm.kernels.triton.captured_calls import InFlight
 from moecomm.kernels.triton.captured_cards import plan_announced
 from moecomm.kernels.triton.captured_combine import Outputs, copy_outputs, pull_sums, wait_for_ticket
 from moecomm.kernels.triton.captured_groups import Groups
-from moecomm.kernels.triton.captured_ready import READY_BYTES, find_places, send_place
+from moecomm.kernels.triton.captured_ready import READY_BYTES, find_places, send_places
 from moecomm.kernels.triton.captured_send import end_send
 from moecomm.kernels.triton.captured_state import Control, Operation, windows_for
 from moecomm.kernels.triton.captured_static_blocks import Places, StaticBatch, StaticBlock, make_static_block
 from moecomm.kernels.triton.captured_zeros import zero_rows
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.counts import count_by_expert, count_by_rank
-from moecomm.kernels.triton.flat import push_flat_metadata
+from moecomm.kernels.triton.flat import pull_flat_unless_failed, push_flat_metadata
 from moecomm.kernels.triton.lanes import unless_failed
 from moecomm.kernels.triton.plans import route_by_expert, route_by_rank
 from moecomm.kernels.triton.push import push_rows
 from moecomm.kernels.triton.runtime import launch, num_blocks
+from moecomm.kernels.triton.values import pull_values_unless_failed
 
 __all__ = ["StaticExchange", "compile_cases", "static_mailbox_bytes"]
 
@@ -104,7 +106,7 @@ class StaticExchange:
         self._mailboxes, self._ready_mailboxes = self._table(mailboxes), self._table([at + ready for at in mailboxes])
         self._mailbox, self._ready_mailbox = mailboxes[control.rank], mailboxes[control.rank] + ready
         self._regions, self._region = self._table(regions), regions[control.rank]
-        self._first_bad = self._table([NOWHERE])
+        self._first_bad, self._unchanged = self._table([NOWHERE]), self._table([0])
         num_experts, ranks = exchange.experts[0].numel(), torch.arange(control.num_ranks, dtype=torch.int32)
         self._by_expert = Groups(*exchange.experts, 0)
         self._by_rank = Groups(ranks.to(self._device), torch.zeros_like(ranks, device=self._device), num_experts)
@@ -145,7 +147,14 @@ class StaticExchange:
     # -- dispatch ------------------------------------------------------------------------------------------------------
 
     def announce(
-        self, x: Tensor, topk_idx: Tensor, block: StaticBlock, *, signature: int, topk_weights: Tensor | None = None
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        block: StaticBlock,
+        *,
+        signature: int,
+        topk_weights: Tensor | None = None,
+        changed: Tensor | None = None,
     ) -> None:
         """Counts, and tells every rank; never waits. x, topk_idx and topk_weights must not change until `push` is done.
 
@@ -153,6 +162,7 @@ class StaticExchange:
 
         Arguments:
             signature: what ranks must agree on, as a number of 31 bits.
+            changed: one int64: whether all ranks shall stop, for a recompute has routed otherwise; None: it has not.
 
         Raises:
             ValueError: an argument has another shape than the block's form says.
@@ -161,7 +171,7 @@ class StaticExchange:
         exchange, placed = self._exchange, block.placed
         exchange.check_batch(x, topk_idx, placed.form, topk_weights, block.planned.shape[0])
         self._dispatches.begin(placed)
-        placed.num_tokens = topk_idx.shape[0]
+        placed.num_tokens = block.answered.num_tokens = topk_idx.shape[0]
         expert_rank, _ = exchange.experts
         num_experts, num_ranks = expert_rank.numel(), exchange.control.num_ranks
         by_expert = count_by_expert(topk_idx, num_experts, block.totals[:num_experts])
@@ -169,7 +179,7 @@ class StaticExchange:
         find_bad(topk_idx, num_experts, self._first_bad)
         announce(
             *(exchange.control, exchange.announcements, block.announced, block.totals, topk_idx, self._first_bad),
-            *(self._mailboxes, signature, block.places),
+            *(self._unchanged if changed is None else changed, self._mailboxes, signature, block.places),
         )
         before = (by_rank if block.is_flat else by_expert).before
         block.batch = StaticBatch(x, topk_idx, topk_weights, before, signature)
@@ -213,51 +223,106 @@ class StaticExchange:
 
     # -- combine -------------------------------------------------------------------------------------------------------
 
-    def send_rows(self, y: Tensor, block: StaticBlock, *, place: int, signature: int) -> None:
-        """Tells every rank where my rows are; never waits.
+    def answered_words(self, block: StaticBlock, num_tokens: int) -> int:
+        """See `StaticCalls.answered_words`."""
+        return answered_words(block.answered, num_tokens)
+
+    def answered(self, block: StaticBlock, memory: Tensor, num_tokens: int) -> Answered:
+        """See `StaticCalls.answered`."""
+        return answered_in(block.answered, memory, num_tokens)
+
+    def keep(self, block: StaticBlock, answered: Answered) -> None:
+        """Copies what has arrived in a block to what combines want of it."""
+        keep_answered(block.answered, answered, self._exchange.control.status)
+
+    def send_rows(
+        self,
+        y: Tensor,
+        answered: Answered,
+        *,
+        place: int,
+        signature: int,
+        values: Tensor | None = None,
+        values_at: int = 0,
+        changed: Tensor | None = None,
+    ) -> None:
+        """Tells every rank where my rows are, and the numbers beside them; never waits.
 
         Arguments:
             y: contiguous rows in the order of those that arrived, any dtype; those that no route names are not read.
-            block: what the rows answer.
+            answered: what the rows answer.
             place: offset of the rows in my region, a multiple of 16. Where y lies elsewhere, it is copied there.
             signature: as in `announce`.
+            values: `[N]` (flat: `[N, K]`) contiguous, of 4 or 8 bytes each; None: none come home.
+            values_at: as `place`, for them.
+            changed: as in `announce`.
 
         Raises:
-            ValueError: y has another shape, or is not contiguous.
+            ValueError: y or values has another shape, or is not contiguous.
             TooManyInFlight: too many calls have begun and are not completed.
         """
-        exchange, placed = self._exchange, block.placed
-        row_bytes, num_rows = y.shape[-1] * y.element_size(), placed.form.num_rows
-        if not y.is_contiguous() or row_bytes * num_rows != y.nbytes or place % 16:
-            raise ValueError(
-                f"y is {list(y.shape)} with strides {y.stride()}, place {place}; wanted {num_rows} rows, "
-                "a multiple of 16"
-            )
-        self._combines.begin(placed)
-        target, arrived = self._region + place, placed.arrived
-        if y.data_ptr() != target:
-            rows = y.data_ptr(), row_bytes
-            copy_outputs(exchange.control, exchange.readiness, rows, arrived.first_rows, block.lengths, target)
-        send_place(exchange.control, exchange.readiness, placed.combined, place, self._ready_mailboxes, signature)
-
-    def sum_rows(self, block: StaticBlock, out: Tensor, *, signature: int, topk_weights: Tensor | None = None) -> None:
-        """Waits on the device until all rows are ready, and sums each token's, as `CapturedExchange.sum_rows` does."""
-        exchange, placed = self._exchange, block.placed
-        exchange.check_sums(placed, out, topk_weights)
-        control = exchange.control
-        find_places(
-            *(control, exchange.readiness.slot, placed.combined, self._ready_mailbox, signature),
-            *(self._regions, block.outputs),
+        control, readiness = self._exchange.control, self._exchange.readiness
+        planes = [("y", y, y.shape[-1] * y.element_size(), place)]
+        if values is not None:
+            planes.append(("values", values, values[:1].numel() * values.element_size(), values_at))
+        for name, plane, row_bytes, at in planes:
+            if not plane.is_contiguous() or row_bytes * answered.num_rows != plane.nbytes or at % 16:
+                raise ValueError(
+                    f"{name} is {list(plane.shape)} with strides {plane.stride()}, its place {at}; wanted "
+                    f"{answered.num_rows} rows, a multiple of 16"
+                )
+        self._combines.begin(answered)
+        for _, plane, row_bytes, at in planes:
+            target = self._region + at
+            if plane.nbytes and plane.data_ptr() != target:
+                rows = plane.data_ptr(), row_bytes
+                copy_outputs(control, readiness, rows, answered.first_rows, answered.lengths, target)
+        send_places(
+            *(control, readiness, answered.combined, (place, values_at), self._ready_mailboxes, signature),
+            self._unchanged if changed is None else changed,
         )
-        outputs = Outputs(block.outputs, 0, 16, 0)
-        routes = placed.routes[: placed.num_tokens]
-        pull_sums(control._replace(num_windows=1), placed.combined, out, routes, outputs, topk_weights)
-        _begin_call(control, exchange.releases, block.released)
 
-    def release(self, block: StaticBlock) -> None:
+    def sum_rows(
+        self,
+        answered: Answered,
+        out: Tensor,
+        *,
+        signature: int,
+        topk_weights: Tensor | None = None,
+        home: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+    ) -> None:
+        """Waits on the device until all rows are ready, and sums each token's, as `CapturedExchange.sum_rows` does.
+
+        Arguments:
+            answered, signature: as given to `send_rows`.
+            out: `[T, H]` contiguous, overwritten; H may be 0.
+            topk_weights: as there.
+            home: `[T, K]` contiguous, overwritten with the number of each route, 0 where there is none; None: none
+                come home.
+            topk_idx: flat, with `home`: `[T, K]` of the dispatch.
+        """
+        exchange = self._exchange
+        exchange.check_sums((answered.num_tokens, answered.num_topk), out, topk_weights)
+        control, outputs = exchange.control, answered.outputs
+        find_places(
+            *(control, exchange.readiness.slot, answered.combined, self._ready_mailbox, signature),
+            *(self._regions, outputs),
+        )
+        routes = answered.routes[: answered.num_tokens]
+        if out.shape[1]:
+            rows = Outputs(outputs[0], 0, 16, 0)
+            pull_sums(control._replace(num_windows=1), answered.combined, out, routes, rows, topk_weights)
+        if home is not None and topk_idx is None:
+            pull_values_unless_failed(home, routes, outputs[1], control.status)
+        elif home is not None and topk_idx is not None:
+            pull_flat_unless_failed(home, topk_idx, routes, exchange.experts[0], outputs[1], control.status)
+        _begin_call(control, exchange.releases, answered.released)
+
+    def release(self, answered: Answered) -> None:
         """Waits on the device until everybody has read: rows may change then."""
-        self._combines.end(block.placed)
-        wait_for_ticket(self._exchange.control, self._exchange.releases.slot, block.released)
+        self._combines.end(answered)
+        wait_for_ticket(self._exchange.control, self._exchange.releases.slot, answered.released)
 
 
 def _begin_call(control: Control, operation: Operation, ticket: Tensor) -> None:

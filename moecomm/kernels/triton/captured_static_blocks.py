@@ -14,8 +14,10 @@ from torch import Tensor
 
 from moecomm.kernels.eager import Form
 from moecomm.kernels.triton.captured_announce import NUM_PLANES
+from moecomm.kernels.triton.captured_answers import Answered
 from moecomm.kernels.triton.captured_blocks import Placed, make_arrived, make_scratch
 from moecomm.kernels.triton.captured_groups import Groups, Scratch
+from moecomm.kernels.triton.captured_ready import NUM_PLANES as NUM_RETURNED
 from moecomm.kernels.triton.captured_zeros import Block
 
 __all__ = ["Places", "StaticBatch", "StaticBlock", "make_static_block"]
@@ -50,13 +52,13 @@ class StaticBlock:
     """Everything that belongs to the rows of one dispatch, until the next into the same block.
 
     Attributes:
-        placed: the rows; `combined` is the ticket of the readiness of a combine.
+        placed: the rows.
+        answered: the way home.
         places: where the planes are.
         groups: in which rows lie.
         is_flat: one row for each token and rank.
         addresses: `[NUM_PLANES, R]` int64, where everybody's planes of the last dispatch are.
-        outputs: `[R]` int64, where everybody's rows of the last combine are.
-        announced, pushed, released: one int64 each: tickets.
+        announced, pushed: one int64 each: tickets.
         planned: `[Tmax, K]` int64.
         bases: `[G]` int64.
         totals: `[E + R]` int32: my counts.
@@ -65,24 +67,18 @@ class StaticBlock:
     """
 
     placed: Placed
+    answered: Answered
     places: Places
     groups: Groups
     is_flat: bool
     addresses: Tensor
-    outputs: Tensor
     announced: Tensor
     pushed: Tensor
-    released: Tensor
     planned: Tensor
     bases: Tensor
     totals: Tensor
     scratch: Scratch
     batch: StaticBatch | None = None
-
-    @property
-    def lengths(self) -> Tensor:
-        """`[G_local]` int32: rows of each group here, without padding."""
-        return self.placed.arrived.offsets if self.is_flat else self.placed.arrived.num_tokens_per_expert
 
 
 def make_static_block(
@@ -130,14 +126,23 @@ def make_static_block(
         placed.distrust()  # ids that are none are not zero
     return StaticBlock(
         placed=placed,
+        answered=Answered(
+            num_rows=form.num_rows,
+            num_topk=form.num_topk,
+            counts=arrived.counts,
+            routes=placed.routes,
+            first_rows=arrived.first_rows,
+            lengths=arrived.offsets if is_flat else arrived.num_tokens_per_expert,
+            outputs=numbers(NUM_RETURNED, num_ranks),
+            combined=placed.combined,
+            released=numbers(1),
+        ),
         places=places,
         groups=groups,
         is_flat=is_flat,
         addresses=numbers(NUM_PLANES, num_ranks),
-        outputs=numbers(num_ranks),
         announced=numbers(1),
         pushed=numbers(1),
-        released=numbers(1),
         planned=routes(),
         bases=numbers(num_groups),
         totals=torch.zeros(num_experts + num_ranks, dtype=torch.int32, device=device),

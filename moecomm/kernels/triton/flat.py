@@ -17,7 +17,7 @@ from moecomm.kernels.triton.lanes import unless_failed
 from moecomm.kernels.triton.runtime import Addresses, alignment_of, launch, num_blocks, table_of
 from moecomm.kernels.triton.tiles import numbers_of
 
-__all__ = ["compile_cases", "pull_flat_values", "push_flat_metadata"]
+__all__ = ["compile_cases", "pull_flat_unless_failed", "pull_flat_values", "push_flat_metadata"]
 
 _ELEMENTS = 512
 
@@ -73,7 +73,10 @@ def push_flat_kernel(
             tl.store(target[:, None] + column, tl.where(is_there, weight, 0), mask=is_written)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_topk", "num_slots", "num_experts"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_topk", "num_slots", "num_experts"],
+    do_not_specialize_on_alignment=["addresses", "status"],
+)
 def pull_flat_kernel(
     out: tl.tensor,
     ids: tl.tensor,
@@ -84,10 +87,17 @@ def pull_flat_kernel(
     expert_rank: tl.tensor,
     num_experts: tl.int32,
     addresses: tl.tensor,
+    status: tl.tensor,
+    HAS_STATUS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHOICES: tl.constexpr,
 ) -> None:
-    """`out` `[T, K]` int32 or int64: the bits of column k of the token's row at the rank of its expert k, or 0."""
+    """`out` `[T, K]` int32 or int64: the bits of column k of the token's row at the rank of its expert k, or 0.
+
+    HAS_STATUS: as in `lanes.unless_failed`: once a wait has failed nothing is read or written.
+    """
+    if HAS_STATUS:
+        num_tokens = unless_failed(status, num_tokens)
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, CHOICES)
     is_token = t < num_tokens
@@ -149,16 +159,32 @@ def pull_flat_values(
     out = torch.empty(num_tokens, num_topk, dtype=dtype, device=ids.device)
     table, known = table_of(addresses, routes, num_topk)
     numbers_of("addresses", dtype, 0, known)
+    _pull(out, ids, routes, expert_rank, table, None)
+    return out
+
+
+def pull_flat_unless_failed(
+    out: Tensor, ids: Tensor, routes: Tensor, expert_rank: Tensor, addresses: Tensor, status: Tensor
+) -> None:
+    """The same into `out`, contiguous, from addresses that only the device knows; nothing once a wait has failed."""
+    _pull(out, ids, routes, expert_rank, addresses, status)
+
+
+def _pull(
+    out: Tensor, ids: Tensor, routes: Tensor, expert_rank: Tensor, addresses: Tensor, status: Tensor | None
+) -> None:
+    num_tokens, num_topk = ids.shape
     tokens, choices = _tile(num_topk)
     launch(
         pull_flat_kernel,
         num_blocks(num_tokens, tokens) if num_topk else 0,
         ids.device,
-        *(_bits(out), ids, num_tokens, num_topk, routes, routes.shape[1], expert_rank, expert_rank.numel(), table),
+        *(_bits(out), ids, num_tokens, num_topk, routes, routes.shape[1], expert_rank, expert_rank.numel()),
+        *(addresses, addresses if status is None else status),
+        HAS_STATUS=status is not None,
         TOKENS=tokens,
         CHOICES=choices,
     )
-    return out
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -211,13 +237,15 @@ def compile_cases() -> list[CompileCase]:
                     constexprs={**tile, "VALUE_BYTES": value_bytes, "HAS_STATUS": has_status},
                 )
             )
-            if value_bytes and not has_status:
+            if value_bytes:
+                places = {"out": bits, "addresses": "*i64", "status": "*i64", "HAS_STATUS": "constexpr"}
                 cases.append(
                     CompileCase(
-                        name=f"pull_flat {ids}, values of {value_bytes} bytes",
+                        name=f"pull_flat {ids}, values of {value_bytes} bytes"
+                        f"{', unless a wait has failed' if has_status else ''}",
                         kernel=pull_flat_kernel,
-                        signature={**common, "ids": ids, "out": bits, "addresses": "*i64"},
-                        constexprs=tile,
+                        signature={**common, "ids": ids, **places},
+                        constexprs={**tile, "HAS_STATUS": has_status},
                     )
                 )
     return cases
