@@ -56,7 +56,7 @@ class Communicator(Status):
             must address each other's memory; ranks of different domains may, so any grid can be tried on one host.
         algorithm: how calls cross between domains: `hierarchical` (a token once per domain, to a rank there: throughput
             passes it on, low latency reads it there), `direct` (to each of its ranks), or `auto`: what moves fewer
-            bytes, in throughput mode call by call. CUDA tensors go `direct`.
+            bytes, in throughput mode call by call. CUDA tensors have it over `nvshmem`; else they go `direct`.
         codec: number format of rows on the wire; `none`.
         max_in_flight: calls that may be begun and not waited for, 1 to 8.
         timeout: how long one wait for the peers may last.
@@ -292,7 +292,7 @@ class Communicator(Status):
                 are summed there like that, rounded to the dtype of `y`, and these sums are added at home in ascending
                 domain, in float32 (float64), rounded once: one row per token and domain crosses the link. The same
                 bits each time, but not those of another topology. Equal on all ranks. CUDA tensors: `exact` only, where
-                there are several domains.
+                a given topology has several domains that address each other's memory.
 
         Returns:
             `[T, H]`, dtype of `y`; zero for a token without routes.

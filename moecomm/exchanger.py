@@ -57,7 +57,7 @@ class Exchanger:
     Attributes:
         id: number of the communicator in this process.
         num_local_experts: E_local.
-        sizes: R, E, E_local.
+        sizes: R, E, E_local, and how many words a stamp has beyond its first two.
     """
 
     def __init__(
@@ -65,11 +65,13 @@ class Exchanger:
     ) -> None:
         self.session = session
         self.num_local_experts = len(placement.local_experts(rank))
-        self.sizes = (placement.num_ranks, placement.num_experts, self.num_local_experts)
+        sizes = placement.num_ranks, placement.num_experts, self.num_local_experts
+        self.sizes = (*sizes, session.num_crossings)
         self.id = next(_ids)
         self._kernels = session.kernels
         self._device = session.device.torch_device
-        self._is_exact_only = session.topology.num_domains > 1 and not session.device.is_host
+        is_far = session.topology.num_domains > 1
+        self._is_exact_only = is_far and not session.device.is_host and not session.num_crossings
         self._codec = codec
         self._hidden = hidden
         self._limits: dict[str, Any] = {"hidden": hidden, "max_topk": max_topk, "device": self._device}
@@ -224,8 +226,8 @@ class Exchanger:
                 raise ValueError(f"reduce: unknown {reduce!r}; available: exact, per_host")
             if per_host and self._is_exact_only:
                 raise ValueError(
-                    f"reduce: 'per_host' sums where the rows are, those on {self._device.type} come home one by one "
-                    "from other domains; use 'exact'"
+                    f"reduce: 'per_host' sums where the rows are; those on {self._device.type} whose domains address "
+                    "each other's memory are read one by one; use 'exact'"
                 )
             routing = handle.routing
             form = (routing.mode, handle.num_rows, routing.layout, routing.capacity, routing.topk_idx.shape)

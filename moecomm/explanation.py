@@ -55,12 +55,15 @@ def _details(session: Session, mode: str, algorithm: Algorithm) -> list[str]:
         return [f"{algorithm.refusal}."]
     if session.hops is None or session.topology.num_domains == 1:
         return []
-    if not session.device.is_host:
-        how = [f"tensors on {session.device.kind} cross between domains from rank to rank"]
-        return how if mode == "throughput" else [*how, "dispatch: a message for each; combine: a row per route"]
+    if mode != "throughput" and not session.device.is_host:
+        return ["from rank to rank: a dispatch is a message for each, a combine a row per route"]
     if mode != "throughput":
         return _promised(session.hops)
-    return _choices(session.hops)
+    if session.device.is_host:
+        return _choices(session.hops)
+    if not session.num_crossings:
+        return [f"tensors on {session.device.kind} cross between domains from rank to rank"]
+    return [*_choices(session.hops), "combine from rank to rank: a row per route; reduce='per_host': over rails"]
 
 
 def _choices(hops: Hops) -> list[str]:

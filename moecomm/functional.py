@@ -43,7 +43,7 @@ _HANDLE = (
 _library: Any = torch.library.Library("moecomm", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "dispatch(Tensor x, Tensor topk_idx, Tensor? topk_weights, str mode, str layout, int? capacity, "
-    "int expert_alignment, int comm, int num_ranks, int num_experts, int num_local_experts) "
+    "int expert_alignment, int comm, int num_ranks, int num_experts, int num_local_experts, int num_crossings=0) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
@@ -181,6 +181,7 @@ def _dispatch_fake(
     num_ranks: int,
     num_experts: int,
     num_local_experts: int,
+    num_crossings: int = 0,
 ) -> tuple[Tensor, ...]:
     per_expert = num_local_experts if layout == "slab" else 1
     # A capacity below 1 is refused when the operator runs, where the peers learn of it.
@@ -191,7 +192,7 @@ def _dispatch_fake(
         topk_idx.new_empty(topk_idx.shape, dtype=torch.int32),
         # What the host knows stays there.
         topk_idx.new_empty((num_ranks, num_experts + num_ranks), dtype=torch.int32, device="cpu"),
-        topk_idx.new_empty(2, dtype=torch.int64, device="cpu"),
+        topk_idx.new_empty(2 + num_crossings, dtype=torch.int64, device="cpu"),
     )
 
 

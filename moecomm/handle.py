@@ -69,13 +69,15 @@ class Handle:
     def stamp(self) -> torch.Tensor:
         """`[2]` int64 on the host: number of its dispatch, fingerprint of `topk_idx`. The same tensor each time.
 
-        As for `counts`, the host may have to wait.
+        On devices of several domains `[2 + R * D]`: then, by rank and domain, how many of its tokens have an expert
+        in the domain. As for `counts`, the host may have to wait.
         """
         stamp = self.routing.stamp
         if stamp is None:
             stamp = self.__dict__.get("_stamp")
         if stamp is None:
-            stamp = torch.tensor((self.routing.origin, self._known.fingerprint), dtype=torch.int64)
+            crossings = () if self.routing.crossings is None else self.routing.crossings.flatten().tolist()
+            stamp = torch.tensor((self.routing.origin, self._known.fingerprint, *crossings), dtype=torch.int64)
             self.__dict__["_stamp"] = stamp
         return stamp
 

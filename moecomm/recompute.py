@@ -59,7 +59,7 @@ def compared(handle: Handle, recomputed: torch.Tensor) -> Handle:
     """
     forward = handle.token
     if not handle.is_on_device:
-        (first, expected), (second, found) = forward.tolist(), recomputed.tolist()
+        (first, expected, *_), (second, found, *_) = forward.tolist(), recomputed.tolist()
         if expected == found:
             return handle
         raise RoutingChanged(f"dispatch #{second} repeats dispatch #{first} for the backward, but {_CHANGED}")

@@ -144,6 +144,7 @@ class Session(abc.ABC):
         device: where tensors are.
         kernels: of the device.
         tokens_per_expert: `[E_local]` int64: routes that arrived for each local expert, over all dispatches so far.
+        num_crossings: R * D if calls of devices need to know how many tokens of whom go to which domain; else 0.
     """
 
     algorithms: Mapping[str, Algorithm]
@@ -153,6 +154,7 @@ class Session(abc.ABC):
     device: Device
     kernels: RowKernels
     tokens_per_expert: torch.Tensor
+    num_crossings = 0
 
     def count_tokens(self, num_tokens_per_expert: npt.NDArray[np.int32]) -> None:
         """Adds what a dispatch brought, `[E_local]`, to the cumulative counts."""

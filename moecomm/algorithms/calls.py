@@ -9,34 +9,56 @@ from typing import Any, NamedTuple
 from moecomm.algorithms.signature import Operation, Words
 
 __all__ = [
+    "CALL_LANES",
     "LANE_BEGUN",
     "LANE_CHUNK",
     "LANE_CREDIT",
+    "LANE_CROSSED",
     "LANE_DONE",
     "LANE_GRANTED",
     "LANE_NOTICED",
     "LANE_REFUSED",
     "NUM_LANES",
+    "PIECES",
     "TRAFFIC_LANES",
     "Call",
     "Phase",
+    "device_count",
 ]
 
 # Counter slots. A lane's value is the number of calls for which its source has got that far.
 LANE_BEGUN = 0
 LANE_GRANTED = 1
-LANE_DONE = 2
+# Of calls of devices over rails alone; it stands where the last such call was. Devices count so many pieces of each.
+LANE_CROSSED = 2
+PIECES = 4
+LANE_DONE = 3
+# On which a rank may be behind with a call, at the host and at the device.
+CALL_LANES = range(LANE_BEGUN, LANE_DONE + 1)
 # Counts the calls that its source gave up on.
-LANE_NOTICED = 3
+LANE_NOTICED = 4
 # Count chunks, see channels.py: those sent to me, and those of mine that were taken out.
-LANE_CHUNK = 4
-LANE_CREDIT = 5
+LANE_CHUNK = 5
+LANE_CREDIT = 6
 # What may let a stream go on.
 TRAFFIC_LANES = range(LANE_GRANTED, LANE_CREDIT + 1)
 # Counts the calls of the devices alone that its source has refused to make.
-LANE_REFUSED = 6
-NUM_LANES = 7
-_LANE_NAMES = ("has not made the call", "has not granted receive memory", "has not finished its part")
+LANE_REFUSED = 7
+NUM_LANES = 8
+_LANE_NAMES = (
+    "has not made the call",
+    "has not granted receive memory",
+    "has not sent its rows over rails",
+    "has not finished its part",
+)
+
+
+def device_count(lane: int, sequence: int, piece: int = 0, num_pieces: int = 1) -> int:
+    """Under which number a device knows that it has come so far with a call, or with a piece of it.
+
+    Ranks need not cut a call alike: the last piece has the number of the call.
+    """
+    return PIECES * (sequence + 1) - num_pieces + piece if lane == LANE_CROSSED else sequence
 
 
 class Phase(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, Call
+from moecomm.algorithms.calls import CALL_LANES, LANE_BEGUN, LANE_DONE, Call, device_count
 from moecomm.algorithms.mailbox import Mailbox
 from moecomm.algorithms.sequencer import Sequencer
 from moecomm.devices.base import Device
@@ -62,7 +62,7 @@ class DeviceSequencer(Sequencer):
     def advance(self, lane: int, call: Call) -> int:
         # First the device: whoever sees the host's counter may wait for the device's.
         if any(phase.lane == lane and phase.orders_device for phase in call.phases):
-            self._queue.signal_all(lane, call.sequence)
+            self._queue.signal_all(lane, device_count(lane, call.sequence))
         return super().advance(lane, call)
 
     def await_readers(self, call: Call) -> None:
@@ -74,7 +74,7 @@ class DeviceSequencer(Sequencer):
     def _await(self, call: Call, lane: int, at_least: int) -> None:
         super()._await(call, lane, at_least)
         if call.next_phase.lane == lane and call.next_phase.orders_device:
-            self._queue.wait(lane, call.sequence)
+            self._queue.wait(lane, device_count(lane, call.sequence))
 
     def _settle(self, call: Call) -> None:
         self._queue.settle(call)
@@ -83,8 +83,8 @@ class DeviceSequencer(Sequencer):
     def _catch_up(self) -> None:
         if self._sent[LANE_DONE] < self._owed:
             through = self._outstanding[0].sequence if self._outstanding else self._next_sequence
-            for lane in (LANE_BEGUN, LANE_GRANTED, LANE_DONE):
-                self._queue.signal_all(lane, through - 1)
+            for lane in CALL_LANES:
+                self._queue.signal_all(lane, device_count(lane, through - 1))
         super()._catch_up()
 
     def _is_through(self, rank: int, sequence: int) -> bool:

@@ -80,13 +80,15 @@ class Exchange(Session):
         self.expert_rank = placement.expert_rank.to(device.torch_device)
         self.expert_local = placement.expert_local.to(device.torch_device)
         self.rank = transport.rank
-        num_counts = placement.num_experts + placement.num_ranks
-        self.mailbox = Mailbox(transport, num_counts, num_slots=2 * max_in_flight)
         self.queue = make_queue(transport, device, timeout)
         limits = transport.group.all_gather(memory_limit)
         self.smallest_limit = min(limits)
         self.memory = ReceiveMemory(transport, device, self.queue, memory_limit, max(limits), fixed_bytes)
         self.reach = Reach(transport, self.memory.region)
+        num_counts = placement.num_experts + placement.num_ranks
+        # There are at most as many domains as ranks.
+        num_crossings = 0 if device.is_host or self.reach.is_complete else placement.num_ranks
+        self.mailbox = Mailbox(transport, num_counts, 2 * max_in_flight, num_crossings)
         self.bases = [transport.peer(self.memory.region, rank) or 0 for rank in range(transport.num_ranks)]
         num_local = len(placement.local_experts(self.rank))
         self.fixed_blocks = FixedBlocks(self.memory, num_local)
@@ -124,18 +126,19 @@ class Exchange(Session):
         bases = self.queue.upload(torch.from_numpy(rows.bases))
         return rows.routes(self.kernels, topk_idx, self.expert_rank, bases)
 
-    def put(self, source: int, runs: Sequence[FarRun]) -> None:
+    def put(self, source: int, runs: Sequence[FarRun], *, beside: bool = False) -> None:
         """Puts runs into far ranks' receive memory; they are there for whoever waits for my next signal to all.
 
         Arguments:
             source: address that the runs count from; on a device, in my receive memory.
+            beside: see `OrderedQueue.put`; a host has nothing to do meanwhile.
         """
         region = self.memory.region
         self.hops.between += sum(run.nbytes for run in runs)
         if isinstance(self.queue, OrderedQueue):
             begin = source - region.address
             inside = [run._replace(source=begin + run.source) for run in runs]
-            self.queue.put(Memory(region.address, region.nbytes), inside)
+            self.queue.put(Memory(region.address, region.nbytes), inside, beside=beside)
             return
         for rank, target, at, nbytes in runs:
             self.transport.put(region, target, source + at, nbytes, rank)

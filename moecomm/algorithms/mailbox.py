@@ -2,8 +2,8 @@
 
 The control region of a rank, written by its peers (S slots, so that a message outlives the calls in flight):
 
-    cards    [S][R]     call number, operation, signature, offsets, limits; then counts [E + R] int32
-    grants   [S][R]     call number, offset, bytes needed, bytes allowed, refused
+    cards    [S][R]     call number, operation, signature, offsets, limits; then counts [E + R] and crossings int32
+    grants   [S][R]     call number, offset, bytes needed, bytes allowed, refused, offset of the passage
     notices  [32][R]    call number, kind, length, text: why the source gave up on the call
     marks    [R][1024]  call number: that the source gave up on the call
 
@@ -36,7 +36,7 @@ _CARD = struct.Struct("11q4q4q")
 _CARD_WORDS = (11, 17, 18, 11)
 _RECORDED = 2
 _NOWHERE = (-1,) * MAX_PLANES
-_GRANT = struct.Struct("5q")
+_GRANT = struct.Struct("6q")
 # Call number + 1, kind, length of the text, ranks that are blamed, text.
 _NOTICE = struct.Struct("3q8i1000s")
 _NUM_BLAMED = 8
@@ -91,12 +91,16 @@ class Card(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Receive memory that a rank has set aside: block at `offset` of its arena, or refused with the numbers."""
+    """Receive memory that a rank has set aside: block at `offset` of its arena, or refused with the numbers.
+
+    A rail grants another block for what passes through, at `passage`; see `passage.py`.
+    """
 
     offset: int
     need: int
     limit: int
     refused: bool
+    passage: int = 0
 
 
 class Notice(NamedTuple):
@@ -122,20 +126,23 @@ class Mailbox:
         transport: carries the messages.
         num_counts: E + R.
         num_slots: calls whose messages are kept; at least the number of calls in flight.
+        num_crossings: room for further counts, by domain.
 
     Attributes:
         num_slots: as given.
         counts_out: `[E + R]` int32: the counts that the next `send_card(..., with_counts=True)` sends.
+        crossings_out: `[num_crossings]` int32, sent with them.
     """
 
-    def __init__(self, transport: Transport, num_counts: int, num_slots: int) -> None:
+    def __init__(self, transport: Transport, num_counts: int, num_slots: int, num_crossings: int = 0) -> None:
         self._transport = transport
         self.num_slots = num_slots
         self._num_ranks = transport.num_ranks
         self._ranks = range(transport.num_ranks)
         self._behind_me = [(transport.rank + step) % self._num_ranks for step in range(1, self._num_ranks + 1)]
         counts_start = _lines(_CARD.size)
-        self._sizes = (counts_start + _lines(4 * num_counts), _lines(_GRANT.size), _lines(_NOTICE.size))
+        num_words = num_counts + num_crossings
+        self._sizes = (counts_start + _lines(4 * num_words), _lines(_GRANT.size), _lines(_NOTICE.size))
         self._slots = (num_slots, num_slots, _NUM_NOTICES)
         sections = [slots * transport.num_ranks * size for slots, size in zip(self._slots, self._sizes, strict=True)]
         self._starts = (0, sections[0], sections[0] + sections[1])
@@ -146,13 +153,15 @@ class Mailbox:
         self._card_addresses = [self._region.address + self._offset(0, slot, 0) for slot in range(num_slots)]
         cards = np.frombuffer(self._view[: sections[0]], dtype=np.uint8)
         cards = cards.reshape(num_slots, transport.num_ranks, self._sizes[0])
-        self._counts = cards[:, :, counts_start:].view(np.int32)[:, :, :num_counts]
+        words = cards[:, :, counts_start:].view(np.int32)
+        self._counts, self._crossings = words[:, :, :num_counts], words[:, :, num_counts:num_words]
         marks = np.frombuffer(self._view[self._marks_start :], dtype=np.int64)
         self._marks = marks.reshape(transport.num_ranks, _NUM_MARKS)
         self._mark_out = np.zeros(1, dtype=np.int64)
         self._outgoing = [bytearray(size) for size in self._sizes]
         self._out_addresses = [np.frombuffer(out, dtype=np.uint8).ctypes.data for out in self._outgoing]
-        self.counts_out = torch.frombuffer(self._outgoing[0], dtype=torch.int32, count=num_counts, offset=counts_start)
+        words_out = torch.frombuffer(self._outgoing[0], dtype=torch.int32, count=num_words, offset=counts_start)
+        self.counts_out, self.crossings_out = words_out[:num_counts], words_out[num_counts:]
         self._carried: list[tuple[list[int], list[int]]] = []
 
     def carry_cards(self, sources: Sequence[int], heads: Sequence[Sequence[int]]) -> None:
@@ -238,6 +247,10 @@ class Mailbox:
         counts: npt.NDArray[np.int32] = self._counts[sequence % self.num_slots].copy()
         return counts
 
+    def crossings(self, sequence: int, num_domains: int) -> torch.Tensor:
+        """`[R, D]` int32: a copy of the further counts on everybody's cards."""
+        return torch.from_numpy(self._crossings[sequence % self.num_slots, :, :num_domains].copy())
+
     def send_grant(self, sequence: int, grant: Grant, lane: int, advance: int) -> None:
         """Sends a grant to every rank and adds `advance` to its counter `lane`."""
         _GRANT.pack_into(self._outgoing[1], 0, sequence, *grant)
@@ -247,8 +260,8 @@ class Mailbox:
         """Everybody's grants for this call, by rank."""
         grants = []
         for source in self._ranks:
-            _, offset, need, limit, refused = _GRANT.unpack_from(self._view, self._offset(1, sequence, source))
-            grants.append(Grant(offset, need, limit, bool(refused)))
+            _, offset, need, limit, refused, passage = _GRANT.unpack_from(self._view, self._offset(1, sequence, source))
+            grants.append(Grant(offset, need, limit, bool(refused), passage))
         return grants
 
     def send_notice(self, sequence: int, kind: int, text: str, lane: int, blamed: Sequence[int] = ()) -> None:

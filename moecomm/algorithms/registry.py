@@ -8,6 +8,7 @@ from moecomm.algorithms.base import Algorithm, Session
 from moecomm.algorithms.calls import NUM_LANES
 from moecomm.algorithms.captured import Captured
 from moecomm.algorithms.collective import Collective
+from moecomm.algorithms.device_hierarchical import DeviceHierarchical
 from moecomm.algorithms.eager import Eager
 from moecomm.algorithms.eager_sizes import EagerSizes
 from moecomm.algorithms.exchange import Exchange
@@ -142,10 +143,12 @@ def make_session(
         low_latency: Algorithm
         if found.num_domains > 1 and device.is_host:
             throughput = Hierarchical(exchange, found, hidden=sizes.hidden, max_topk=sizes.max_topk)
+        elif not exchange.reach.is_complete:
+            throughput = DeviceHierarchical(exchange)
         elif found.num_domains > 1 and way == "hierarchical":
             raise ValueError(
-                f"algorithm: 'hierarchical' carries tensors on cpu, those on {device.kind} cross between domains "
-                f"straight from rank to rank; say 'auto' or 'direct'"
+                f"algorithm: 'hierarchical' puts to rails that have no address; these domains on {device.kind} address "
+                "each other's memory, so rows go straight to their places; say 'auto' or 'direct'"
             )
         if device.is_host:
             low_latency = Eager(exchange, found, sizes, max_in_flight)

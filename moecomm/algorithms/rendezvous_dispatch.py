@@ -41,6 +41,8 @@ class Dispatch:
     count_rooms: Tensors | None = None
     route_rooms: Tensors | None = None
     departure: Departure | None = None
+    crossings: torch.Tensor | None = None
+    grants: list[Grant]
 
     def __init__(
         self,
@@ -80,16 +82,21 @@ class Dispatch:
             self.route_rooms = queue.room(call, choices, torch.int32), queue.room(call, choices, torch.int64)
 
     def _announce(self) -> None:
-        exchange, routing = self.exchange, self.routing
-        self.fingerprint = exchange.queue.count_routes(
-            *(exchange.kernels, routing.topk_idx, exchange.expert_rank, exchange.placement.num_ranks),
-            exchange.mailbox.counts_out,
-        )
+        exchange = self.exchange
+        self.fingerprint = self._count()
         exchange.sequencer.await_readers(self.call)
         exchange.sequencer.send_card(self.call, self._announcement(), with_counts=True)
 
+    def _count(self) -> int:
+        """Leaves my counts where the card takes them from; gives the fingerprint of the ids."""
+        exchange = self.exchange
+        return exchange.queue.count_routes(
+            *(exchange.kernels, self.routing.topk_idx, exchange.expert_rank, exchange.placement.num_ranks),
+            exchange.mailbox.counts_out,
+        )
+
     def _announcement(self) -> tuple[int, ...]:
-        """What else the card says, up to 3 numbers."""
+        """What else the card says, up to 2 numbers."""
         return ()
 
     def _reserve(self, counts: npt.NDArray[np.int32]) -> Grant:
@@ -105,11 +112,7 @@ class Dispatch:
         except ValueError as error:
             self.call.is_agreed_failure = True
             raise type(error)(f"{self.call.title}: {error}") from None
-        needs = [block_layout(self.plan.rows_per_rank[exchange.rank], self.planes).nbytes]
-        if exchange.reach.far and not exchange.device.is_host:
-            # What a device puts must lie in the memory that all have alike.
-            self.departure = Departure(exchange, routing._replace(counts=torch.from_numpy(counts)), self.planes)
-            needs += [self.departure.nbytes] if self.departure.nbytes else []
+        needs = [block_layout(self.plan.rows_per_rank[exchange.rank], self.planes).nbytes, *self._needs_to_send(counts)]
         exchange.sequencer.release_quarantine()
         limit = exchange.memory.limit
         blocks: list[_C.Block] = []
@@ -120,7 +123,20 @@ class Dispatch:
             blocks.append(block)
         # Owned by the call alone, which keeps them from being used again for as long as peers may write to the first.
         self.call.blocks = blocks
-        return Grant(blocks[0].offset, sum(needs), limit, refused=False)
+        return Grant(blocks[0].offset, sum(needs), limit, False, self._passage_offset())
+
+    def _needs_to_send(self, counts: npt.NDArray[np.int32]) -> list[int]:
+        """Bytes of further blocks of receive memory."""
+        exchange = self.exchange
+        if not exchange.reach.far or exchange.device.is_host:
+            return []
+        # What a device puts must lie in the memory that all have alike.
+        self.departure = Departure(exchange, self.routing._replace(counts=torch.from_numpy(counts)), self.planes)
+        return [self.departure.nbytes] if self.departure.nbytes else []
+
+    def _passage_offset(self) -> int:
+        """Where what passes through me is to lie, if something does."""
+        return 0
 
     def _grant(self) -> None:
         exchange, routing = self.exchange, self.routing
@@ -141,6 +157,7 @@ class Dispatch:
             capacity=routing.capacity,
             origin=self.call.sequence,
             fingerprint=self.fingerprint,
+            crossings=self.crossings,
         )
         self._begin_sending()
 
@@ -158,7 +175,7 @@ class Dispatch:
         assert self.routing.counts is not None
         self.exchange.sequencer.await_readers(self.call)
         grant = self._reserve(self.routing.counts.numpy())
-        said = (*self._announcement(), grant.offset)
+        said = (*self._announcement(), grant.offset, grant.passage)
         self.exchange.sequencer.send_card(self.call, said, grant.need, grant.limit, refused=grant.refused)
 
     def _grants(self) -> list[Grant]:
@@ -166,12 +183,15 @@ class Dispatch:
             return self.exchange.sequencer.grants(self.call)
         self.cards = self.exchange.sequencer.cards(self.call)
         place = len(self._announcement())
-        return [Grant(card.offsets[place], card.need, card.limit, card.refused) for card in self.cards]
+        return [
+            Grant(card.offsets[place], card.need, card.limit, card.refused, card.offsets[place + 1])
+            for card in self.cards
+        ]
 
     def _look(self) -> None:
         """Learns where everybody's rows go, and makes the padding here read as nothing."""
         exchange = self.exchange
-        grants = self._grants()
+        self.grants = grants = self._grants()
         for rank, grant in enumerate(grants):
             if grant.refused:
                 raise exchange.exceeded(self.call, rank, grant.need, grant.limit)
@@ -199,24 +219,29 @@ class Dispatch:
 
     def _write(self, routing: Routing) -> None:
         """Writes all planes to where the routes say."""
-        kernels, routes, addresses = self.exchange.kernels, routing.routes, self.addresses
-        assert routes is not None
-        planes = self.row_format.encode(self.x)
+        assert routing.routes is not None
+        self._write_rows(self.row_format.encode(self.x), routing.topk_idx, self.topk_weights, routing.routes)
+
+    def _write_rows(
+        self, planes: Tensors, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routes: torch.Tensor
+    ) -> None:
+        """Writes planes of some tokens, and what belongs to their rows, to where the routes say."""
+        kernels, addresses = self.exchange.kernels, self.addresses
         for tensor, where in zip(planes, addresses, strict=False):
             kernels.push_rows(tensor, routes, where)
         rest = addresses[len(planes) :]
         if self.flat:
             kernels.push_flat_metadata(
-                routing.topk_idx,
-                self.topk_weights,
+                topk_idx,
+                topk_weights,
                 routes,
                 expert_rank=self.exchange.expert_rank,
                 expert_local=self.exchange.expert_local,
                 idx_addresses=rest[0],
-                weight_addresses=None if self.topk_weights is None else rest[1],
+                weight_addresses=None if topk_weights is None else rest[1],
             )
-        elif self.topk_weights is not None:
-            kernels.push_values(self.topk_weights, routes, rest[0])
+        elif topk_weights is not None:
+            kernels.push_values(topk_weights, routes, rest[0])
 
     def _push_far(self) -> None:
         """As `_write`, but what goes to far ranks is packed here and then sent."""

@@ -49,8 +49,8 @@ class Routing(NamedTuple):
         layout, expert_alignment: of the rows received.
         routes: `[T, K]` int64, or None before the counts are known.
         counts: `[R, E + R]` int32 on the host, or None before they are known.
-        stamp: `[2]` int64 on the host (number of the dispatch, fingerprint of `topk_idx`), or None: not known, or not
-            made yet.
+        stamp: `[2]` int64 on the host (number of the dispatch, fingerprint of `topk_idx`; then the crossings, where
+            there are any), or None: not known, or not made yet.
         capacity: 0 = as many rows as arrive; else the shape is fixed: rows per expert (slab), rows in all. The same on
             all ranks.
         origin, fingerprint: what the stamp says, where that is known without reading a tensor; else None.
@@ -58,6 +58,8 @@ class Routing(NamedTuple):
         is_hosted: the host must know what comes of the call, which is an operator's. On a device all ranks agree.
         on_device: what the device alone knows, with counts and stamp; None: the host knows all.
         mode: which algorithm carries it: `throughput`, or `low_latency`, whose shapes are always fixed.
+        crossings: `[R, D]` int32 on the host: tokens of each rank that have an expert in each domain; None: the stamp
+            says, or nobody needs to know, see `Session.num_crossings`.
         changed: one int64 on the device: whether a recompute here has routed otherwise than this, so that no rank may
             use what the call brings; None: it has not.
     """
@@ -75,6 +77,7 @@ class Routing(NamedTuple):
     is_hosted: bool = False
     on_device: DeviceRouting | None = None
     mode: str = "throughput"
+    crossings: torch.Tensor | None = None
     changed: torch.Tensor | None = None
 
     def known_to_host(self) -> Routing:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from moecomm.algorithms import reports
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_DONE, LANE_GRANTED, LANE_NOTICED, NUM_LANES, TRAFFIC_LANES, Call
+from moecomm.algorithms.calls import CALL_LANES, LANE_BEGUN, LANE_DONE, LANE_NOTICED, NUM_LANES, TRAFFIC_LANES, Call
 from moecomm.algorithms.holder_lanes import HolderLanes
 from moecomm.algorithms.mailbox import Card, Grant, Mailbox, Parcel
 from moecomm.algorithms.signature import Operation, describe
@@ -223,7 +223,7 @@ class Sequencer:
         if self._sent[LANE_DONE] >= self._owed:
             return
         through = self._outstanding[0].sequence if self._outstanding else self._next_sequence
-        for lane in (LANE_BEGUN, LANE_GRANTED, LANE_DONE):
+        for lane in CALL_LANES:
             step = through - self._sent[lane]
             if step > 0:
                 self._sent[lane] += step

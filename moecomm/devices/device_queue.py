@@ -37,7 +37,7 @@ __all__ = ["NUM_SLOTS", "DeviceQueue"]
 
 A = TypeVar("A")
 T = TypeVar("T", bound=tuple[Any, ...])
-NUM_SLOTS = 3
+NUM_SLOTS = 4
 """Counters of a board: as many as calls have lanes on which all ranks' data depend."""
 
 _SPIN = 2e-4  # seconds that the host looks without a break
@@ -228,12 +228,38 @@ class DeviceQueue(OrderedQueue):
     def count_routes(
         self, kernels: RowKernels, topk_idx: Tensor, expert_rank: Tensor, num_ranks: int, counts: Tensor
     ) -> int:
-        num_experts = expert_rank.numel()
-        told = self._device.pinned(torch.empty(HEAD + num_experts + num_ranks, dtype=torch.int64))
+        return self._count(topk_idx, expert_rank, num_ranks, counts)
+
+    def count_crossings(
+        self,
+        topk_idx: Tensor,
+        expert_rank: Tensor,
+        num_ranks: int,
+        counts: Tensor,
+        expert_domain: Tensor,
+        crossings: Tensor,
+    ) -> int:
+        return self._count(topk_idx, expert_rank, num_ranks, counts, expert_domain, crossings)
+
+    def _count(
+        self,
+        topk_idx: Tensor,
+        expert_rank: Tensor,
+        num_ranks: int,
+        counts: Tensor,
+        expert_domain: Tensor | None = None,
+        crossings: Tensor | None = None,
+    ) -> int:
+        num_domains = 0 if crossings is None else crossings.numel()
+        size = HEAD + expert_rank.numel() + num_ranks
+        told = self._device.pinned(torch.empty(size + num_domains, dtype=torch.int64))
 
         def tell() -> None:
             summary = torch.empty(told.shape, dtype=torch.int64, device=self._device.torch_device)
-            self._device.row_kernels().summarize_routes(topk_idx, expert_rank, num_ranks, summary)
+            kernels = self._device.row_kernels()
+            kernels.summarize_routes(topk_idx, expert_rank, num_ranks, summary[:size])
+            if expert_domain is not None:
+                kernels.count_tokens(topk_idx, expert_domain, num_domains, summary[size:])
             told.copy_(summary, non_blocking=True)
             self._seen.copy_(self._status, non_blocking=True)
 
@@ -241,7 +267,9 @@ class DeviceQueue(OrderedQueue):
         self._synchronize()
         self._check()
         self._forget()
-        return read_summary(told, topk_idx.shape, num_experts, counts)
+        if crossings is not None:
+            crossings.copy_(told[size:])
+        return read_summary(told[:size], topk_idx.shape, expert_rank.numel(), counts)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         if nbytes:
@@ -282,6 +310,9 @@ class DeviceQueue(OrderedQueue):
     def wait(self, lane: int, sequence: int) -> None:
         wait = functools.partial(self._kernels.wait, status=self._status, timeout_ns=self._timeout_ns)
         self.run(wait, self._board, lane, sequence + 1)
+
+    def unless_failed(self, routes: Tensor) -> Tensor:
+        return torch.where(self._status[0] == 0, routes, -1)
 
     def is_done(self, rank: int, lane: int, sequence: int) -> bool:
         seen = self._device.pinned(torch.empty(self._num_ranks * NUM_SLOTS, dtype=torch.int64))

@@ -164,7 +164,28 @@ class OrderedQueue(Queue):
     def keep(self, call: Any, *tensors: Tensor | None) -> None:
         """Keeps tensors alive until the call's work is done."""
 
-    def put(self, memory: Memory, runs: Sequence[FarRun]) -> None:
+    @abc.abstractmethod
+    def count_crossings(
+        self,
+        topk_idx: Tensor,
+        expert_rank: Tensor,
+        num_ranks: int,
+        counts: Tensor,
+        expert_domain: Tensor,
+        crossings: Tensor,
+    ) -> int:
+        """`count_routes`, and in the same wait how many tokens have an expert in each domain.
+
+        Arguments:
+            topk_idx, expert_rank, num_ranks, counts: as there.
+            expert_domain: `[E]` int32 on the device, the domain of each expert.
+            crossings: `[D]` int32 on the host, overwritten.
+
+        Raises:
+            ValueError, PeerTimeout, PeerLost: as there.
+        """
+
+    def put(self, memory: Memory, runs: Sequence[FarRun], *, beside: bool = False) -> None:
         """Puts runs from a region of mine to the same region of ranks whose memory has no address here.
 
         They travel with the next `signal_all`: whoever waits for that finds them there. Until this device has done it
@@ -173,6 +194,8 @@ class OrderedQueue(Queue):
         Arguments:
             memory: my part of the region; the same at each call before a signal.
             runs: sources and targets are offsets in the region.
+            beside: what is given behind the next `signal_all` need not wait until they have arrived; the signal after
+                it does, and comes behind them.
         """
         raise AssertionError("all ranks' memory has an address on this device")
 
@@ -183,6 +206,13 @@ class OrderedQueue(Queue):
     @abc.abstractmethod
     def wait(self, lane: int, sequence: int) -> None:
         """What follows comes after all ranks' `signal_all` for the call."""
+
+    @abc.abstractmethod
+    def unless_failed(self, routes: Tensor) -> Tensor:
+        """Routes as they are, or -1 in place of all once a wait has failed; to be called by work.
+
+        Where they come from what peers' devices wrote, they may name any place then.
+        """
 
     @abc.abstractmethod
     def is_done(self, rank: int, lane: int, sequence: int) -> bool:

@@ -10,6 +10,8 @@ What `device_queue.py` says of the order holds unchanged, also between ranks tha
   far one it comes behind all that this kernel puts there. Nothing else is ever put, so nothing else must be ordered.
 - The kernel ends when all that it has put has arrived (quiet). So what lies at the source may change from there on, in
   the order of the stream, and a signal of later work says the same of earlier puts.
+- Where the rank has work to do meanwhile, such kernels run on a stream beside ours, behind what that was given before
+  them. The next one on our stream comes behind them, so all else holds as if both were one.
 - A wait acquires the lanes, whoever has added to them, and then makes visible what the network has written.
 
 A wait ends by itself, a put to a rank whose process has ended need not. So the host does not wait for its device for
@@ -64,6 +66,9 @@ class WireQueue(DeviceQueue):
         self._runs: list[FarRun] = []
         self._arrivals: Tensor
         self._no_runs: Runs
+        self._is_beside = False  # the next signal
+        self._beside = device.new_stream()
+        self._is_apart = False  # something runs there that our stream does not wait for yet
         self._stream.submit(self._make_tables)
         self._stream.synchronize()
 
@@ -72,14 +77,32 @@ class WireQueue(DeviceQueue):
         self._arrivals = torch.zeros(self._num_ranks, dtype=torch.int32, device=where)
         self._no_runs = make_runs([], self._num_ranks, where)
 
-    def put(self, memory: Memory, runs: Sequence[FarRun]) -> None:
+    def put(self, memory: Memory, runs: Sequence[FarRun], *, beside: bool = False) -> None:
         assert not self._runs or memory == self._memory, "runs of one signal lie in one region"
         self._memory = memory
         self._runs += runs
+        self._is_beside = beside
 
     def _send(self, lane: int, n: int) -> None:
         runs, self._runs = self._runs, []
-        self.run(self._push, self._memory if runs else _NOTHING, runs, lane, n)
+        push = functools.partial(self._push, self._memory if runs else _NOTHING, runs, lane, n)
+        if not self._is_beside:
+            self._join()  # pushes share a table, and what is signalled has been done
+            self.run(push)
+            return
+        self._is_beside, self._is_apart = False, True
+        self._beside.wait(self._stream.record())
+        self._beside.submit(push)
+
+    def _join(self) -> None:
+        """What our stream is given from here on comes after what runs beside."""
+        if self._is_apart:
+            self._is_apart = False
+            self._stream.wait(self._beside.record())
+
+    def close(self) -> None:
+        self._join()
+        super().close()
 
     def _push(self, memory: Memory, runs: Sequence[FarRun], lane: int, n: int) -> None:
         table = make_runs(runs, self._num_ranks, self._device.torch_device) if runs else self._no_runs

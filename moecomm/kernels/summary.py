@@ -38,6 +38,17 @@ class SummarizingKernels(RowKernels, Protocol):
         """
         ...
 
+    def count_tokens(self, topk_idx: Tensor, expert_group: Tensor, num_groups: int, totals: Tensor) -> None:
+        """Counts the tokens that have an expert in each group of experts.
+
+        Arguments:
+            topk_idx: `[T, K]` int32 or int64 contiguous; bad ids are counted nowhere.
+            expert_group: `[E]` int32, groups from 0 to G - 1.
+            num_groups: G.
+            totals: `[G]` int64 contiguous, overwritten.
+        """
+        ...
+
 
 def read_summary(summary: Tensor, topk_shape: torch.Size, num_experts: int, counts: Tensor) -> int:
     """Checks a summary that has come to the host, and takes the counts from it.

@@ -82,13 +82,13 @@ def heap_of(case):
 
 
 @contextlib.contextmanager
-def far_rank(group, case, per_domain, seed, *, lateness=1, **options):
+def far_rank(group, case, per_domain, seed, *, slowness=1, **options):
     """The rank of this process, its heap in shared memory, and a network."""
     nbytes = heap_of(case)[0][-1] + GUARD
     transport = ShmTransport(group, gather_peers(group), 1)
     heaps = transport.addresses(transport.allocate(nbytes))
     how = (seed * 100 + group.rank, heaps[::-1], group.size - 1 - group.rank, nbytes)
-    with LateNetwork(*how, lateness=lateness) as network:
+    with LateNetwork(*how, slowness=slowness) as network:
         rank = FarCapturedRank(case, group.rank, heaps, per_domain, **options)
         rank.network = network
         rank.poison_all()
@@ -204,7 +204,7 @@ def is_right(group, per_domain, mistake, in_pairs, seed):
     much later then than kernels are interpreted.
     """
     case = Case(group.size, "slab", num_experts=4, topk=3, hidden=6, too_few_windows=mistake == "too few windows")
-    how = {"timeout_ns": 2_000_000_000} if in_pairs else {"timeout_ns": 8_000_000_000, "lateness": 60}
+    how = {"timeout_ns": 2_000_000_000} if in_pairs else {"timeout_ns": 8_000_000_000, "slowness": 60}
     with far_rank(group, case, per_domain, seed, **how) as rank:
         undo = spoiled(rank, mistake)
         try:

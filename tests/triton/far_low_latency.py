@@ -85,6 +85,8 @@ def refuse_and_go_on(group):
             comm.dispatch(x.clone().requires_grad_(), ids, **low)
         with pytest.raises(ValueError, match=r"recorded by autograd.*mode='throughput'"):
             comm.combine(received.x.clone().requires_grad_(), received.handle)
+        with pytest.raises(ValueError, match=r"reduce: 'per_host' sums over rails.*use 'exact'"):
+            comm.combine(received.x, received.handle, reduce="per_host")
         check_pair(comm, "throughput")
         check_pair(comm)
         wrong = ids.clone()

@@ -46,13 +46,12 @@ class LateNetwork:
         heaps: by PE the address here of each rank's heap.
         pe: mine.
         nbytes: of each heap.
-        lateness: how much later than it has to be everything arrives.
+        slowness: factor of all times.
     """
 
-    def __init__(self, seed, heaps, pe, nbytes, lateness=1):
-        self._lateness = lateness
+    def __init__(self, seed, heaps, pe, nbytes, slowness=1):
         self._random = random.Random(seed)
-        self._heaps, self._mine, self._nbytes = heaps, heaps[pe], nbytes
+        self._heaps, self._mine, self._nbytes, self._slowness = heaps, heaps[pe], nbytes, slowness
         self._lock = threading.RLock()
         self._under_way, self._fenced = [], {}
         self._closed = threading.Event()
@@ -95,7 +94,7 @@ class LateNetwork:
             self._fenced[self._program()] = [op for op in self._under_way if op.program == self._program()]
 
     def quiet(self):
-        time.sleep(self._random.choice([0, 0, 0.002, 0.01]))  # what is slow is what a peer must not have missed
+        time.sleep(self._some([0, 0, 0.002, 0.01]))  # what is slow is what a peer must not have missed
         with self._lock:
             self.calls.append("quiet")
             mine = [op for op in self._under_way if op.program == self._program()]
@@ -108,6 +107,9 @@ class LateNetwork:
         self.calls.append("refresh")
 
     # -- what becomes of it --------------------------------------------------------------------------------------------
+
+    def _some(self, seconds):
+        return self._slowness * self._random.choice(seconds)
 
     @staticmethod
     def _program():
@@ -161,7 +163,7 @@ class LateNetwork:
             self._under_way.remove(op)
 
     def _trickle(self):
-        while not self._closed.wait(self._lateness * self._random.choice([0.0005, 0.002, 0.01])):
+        while not self._closed.wait(self._some([0.0005, 0.002, 0.01])):
             with self._lock:
                 if self._under_way:
                     self._deliver_one(self._eager() or self._under_way)

@@ -22,19 +22,19 @@ from moecomm.transports import nvshmem_engine, registry
 MEMORY = 1 << 20
 
 
-def run(fn, num_ranks, per_domain, *args, seed=0, timeout=200, **options):
-    """Calls fn(group, *args) on every rank."""
+def run(fn, num_ranks, per_domain, *args, seed=0, slowness=1, timeout=200, **options):
+    """Calls fn(group, *args) on every rank, over a network of that seed and slowness."""
     with tempfile.TemporaryDirectory() as folder:
-        form = (folder, per_domain, seed)
+        form = (folder, per_domain, seed, slowness)
         return launch(_prepared, num_ranks, form, fn, args, backend="processes", timeout=timeout, **options)
 
 
 def _prepared(group, form, fn, args):
     """As the first function of its process: NVSHMEM seems to be here, and is the double."""
-    folder, per_domain, seed = form
+    folder, per_domain, seed, slowness = form
     Double.reset(folder)
     Double.per_domain = per_domain
-    Double.make_network = lambda heaps, pe, nbytes: LateNetwork(100 * seed + pe, heaps, pe, nbytes)
+    Double.make_network = lambda heaps, pe, nbytes: LateNetwork(100 * seed + pe, heaps, pe, nbytes, slowness)
     known, problem_here, goodbye = dict(registry._known), nvshmem_engine.problem_here, DoubleTransport.goodbye_timeout
     registry._known["nvshmem"] = "nvshmem_double:DoubleTransport"
     nvshmem_engine.problem_here = lambda: Double.fault
@@ -65,13 +65,13 @@ def opened(group, device, **options):
     return Communicator(group, **(SIZES | {"memory_limit": MEMORY, "device": device, "transport": "nvshmem"} | options))
 
 
-def compare(group, dtype, kinds, transport="nvshmem"):
+def compare(group, dtype, kinds, transport="nvshmem", **options):
     """The same calls on the stand-in device and on the native kernels give the same bits."""
     device = OwnDevice(group, 5e-4 * group.rank)
-    with opened(group, device, transport=transport) as comm:
+    with opened(group, device, transport=transport, **options) as comm:
         assert comm.transport_name == DoubleTransport.name
         got = exchange(comm, dtype, kinds)
-        told = comm.topology.domain_of, comm.explain(), comm.stats["bytes_between_hosts"]
+        told = comm.topology.domain_of, comm.explain(), comm.stats
     device.end()
     log = list(Double.log)
     compare_with_native(group, got, dtype, kinds)

@@ -37,8 +37,6 @@ def check_pair(comm):
 
 def refuse_and_go_on(group):
     device = OwnDevice(group)
-    with pytest.raises(ValueError, match="algorithm: 'hierarchical' carries tensors on cpu, those on cuda cross"):
-        opened(group, device, algorithm="hierarchical")
     with opened(group, device, algorithm="direct", memory_limit=1 << 14) as comm:
         x, ids = rows_of(comm.rank)
         check_pair(comm)
@@ -46,8 +44,8 @@ def refuse_and_go_on(group):
             comm.dispatch(x, ids, mode="low_latency")
         check_pair(comm)
         received = comm.dispatch(x, ids)
-        with pytest.raises(ValueError, match="reduce: 'per_host' sums where the rows are.*use 'exact'"):
-            comm.combine(received.x, received.handle, reduce="per_host")
+        with pytest.raises(ValueError, match="reduce: unknown 'per_node'; available: exact, per_host"):
+            comm.combine(received.x, received.handle, reduce="per_node")
         if comm.rank == 1:
             ids[2, 1] = 6
         with pytest.raises((ValueError, PeerFailed), match=r"topk_idx\[2, 1\] = 6 is not an expert"):
@@ -89,10 +87,14 @@ def test_a_grid_of_domains_on_one_device_goes_from_rank_to_rank():
     def grid(group):
         device = LateDevice()
         options = SIZES | {"transport": "local", "device": device, "topology": Topology.grid(1, 1)}
-        with pytest.raises(ValueError, match="algorithm: 'hierarchical' carries tensors on cpu"):
+        with pytest.raises(ValueError, match="algorithm: 'hierarchical' puts to rails that have no address"):
             Communicator(group, **options, algorithm="hierarchical")
         with Communicator(group, **options) as comm:
             check_pair(comm)
+            received = comm.dispatch(*rows_of(comm.rank))
+            with pytest.raises(ValueError, match="reduce: 'per_host' sums where the rows are.*use 'exact'"):
+                comm.combine(received.x, received.handle, reduce="per_host")
+            assert "cuda cross between domains from rank to rank" in comm.explain()
             assert comm.topology.num_domains == 2
         device.end()
 

@@ -3,6 +3,7 @@
 import pytest
 from nvshmem_mistakes import FEW, MANY, is_right
 from nvshmem_ranks import run
+from rails_mistakes import MISTAKES, are_right
 
 
 @pytest.mark.parametrize(
@@ -16,3 +17,14 @@ def test_what_is_in_order_is_right_and_mistakes_show_with_one_of_a_few_seeds(mis
         if False in run(is_right, 2, 1, mistake, has_weights, seed=seed):
             return
     pytest.fail(f"with every seed the rows were right all the same: {mistake}")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_rails_pass_on_and_sum_what_has_been_put_and_mistakes_show_with_one_of_a_few_seeds(mistake):
+    are_wrong = [False, False]
+    for seed in range(8 if mistake else 1):
+        for answers in run(are_right, 2, 1, mistake, seed=seed, slowness=10):
+            are_wrong = [was or not is_right for was, is_right in zip(are_wrong, answers, strict=True)]
+        if are_wrong == MISTAKES[mistake]:
+            return
+    pytest.fail(f"what is wrong of dispatches and combines: {are_wrong}")

@@ -60,6 +60,13 @@ class TritonRowKernels:
         summary[behind:].copy_(count_by_rank(ids, expert_rank, num_ranks).totals)
         summarize_ids(ids, num_experts, summary[:HEAD])
 
+    def count_tokens(self, topk_idx: Tensor, expert_group: Tensor, num_groups: int, totals: Tensor) -> None:
+        device = check_device("topk_idx", topk_idx)
+        ids = check_ids("topk_idx", topk_idx, device)
+        check_tensor("expert_group", expert_group, torch.int32, (expert_group.numel(),), device)
+        check_tensor("totals", totals, torch.int64, (num_groups,), device)
+        totals.copy_(count_by_rank(ids, expert_group, num_groups).totals)
+
     def plan_expert_major(self, topk_idx: Tensor, expert_rank: Tensor, bases: Tensor) -> Tensor:
         device = check_device("topk_idx", topk_idx)
         ids = check_ids("topk_idx", topk_idx, device)

@@ -1,0 +1,74 @@
+"""Algorithm `hierarchical` for tensors on devices: each token's row crosses once per domain, and is passed on there.
+
+dispatch  announce, grant  as in rendezvous.py; with the counts come those by domain, and a rail also sets memory aside
+                           for what passes through it
+          cross            all places known: pack what goes to other domains, put it to my rails; beside that, write
+                           what stays in my domain
+          forward          piece by piece, as all have put it: find the places of the rows of those whose rail I am,
+                           write them there
+          arrive           as there
+combine   as in rendezvous.py: a row per route, from rank to rank
+with a    ready            as there
+sum per   ask              all are ready: put ids and weights of my tokens to my rail in each domain
+domain    answer           all have asked: sum those tokens' rows in my domain, put the sums home, in pieces
+          pull             all have answered: add the domains' sums
+          release          as there
+
+Hosts give all of this to their devices beforehand. They know how many rows come from whom, never which: ids travel with
+the rows, and only kernels read them. A dispatch goes from rank to rank where that moves fewer bytes between domains.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moecomm.algorithms.calls import Call
+from moecomm.algorithms.device_hierarchical_combine import DeviceHierarchicalCombine
+from moecomm.algorithms.device_hierarchical_dispatch import DeviceHierarchicalDispatch
+from moecomm.algorithms.device_rails import DeviceRails
+from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.rendezvous import Rendezvous
+from moecomm.algorithms.routing import Routing
+from moecomm.codecs.base import RowFormat
+
+__all__ = ["DeviceHierarchical"]
+
+
+class DeviceHierarchical(Rendezvous):
+    """The throughput exchange of devices between domains.
+
+    Arguments:
+        exchange: what calls share; its topology is known, and some ranks cannot address each other.
+    """
+
+    name = "hierarchical"
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange)
+        self._rails = DeviceRails(exchange)
+        exchange.num_crossings = exchange.placement.num_ranks * exchange.topology.num_domains
+
+    def begin_dispatch(
+        self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
+    ) -> Call:
+        dispatch = DeviceHierarchicalDispatch(self._exchange, x, routing, row_format, topk_weights, self._rails)
+        return self._exchange.sequencer.begin(dispatch.call)
+
+    def begin_combine(
+        self,
+        y: torch.Tensor,
+        routing: Routing,
+        row_format: RowFormat,
+        *,
+        topk_weights: torch.Tensor | None,
+        values: torch.Tensor | None,
+        may_change: bool,
+        per_host: bool = False,
+    ) -> Call:
+        what: dict[str, Any] = {"topk_weights": topk_weights, "values": values}
+        if not per_host:
+            return super().begin_combine(y, routing, row_format, **what, may_change=may_change)
+        combine = DeviceHierarchicalCombine(self._exchange, y, routing, row_format, **what, rails=self._rails)
+        return self._exchange.sequencer.begin(combine.call)
