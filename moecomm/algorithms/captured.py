@@ -226,8 +226,8 @@ class Captured(DeviceAlgorithm):
             raise ValueError(_FAR_AND_HOSTED)
         if self._has_far and per_host:
             raise ValueError(
-                "reduce: 'per_host' sums over rails, the rows of a low-latency call come home one by one; use 'exact', or "
-                "mode='throughput'"
+                "reduce: 'per_host' sums over rails; the rows of a low-latency call come home one by one; use 'exact', "
+                "or mode='throughput'"
             )
         self.exchange.memory.num_copies += 1
         return CapturedCombine(self, y, known, routing, row_format, topk_weights)
