@@ -45,8 +45,8 @@ CASES = {
         "masked, flat, int32",
     ),
 }
-# In the place of check_rows_of_many_pages: megabytes take minutes here, and are for kernels that go other ways with them;
-# Triton's do so with wide rows alone.
+# In the place of check_rows_of_many_pages: its megabytes take minutes here, and are for kernels that go other ways with
+# them; Triton's do so with wide rows alone.
 WIDE = Case("wide rows", (2, 1), hidden=1537, num_experts=6, num_topk=4, expert_alignment=4)
 MOST_ROUTES = 64
 
