@@ -12,8 +12,8 @@ from watched_kernels import unwatch, watch
 from moecomm.testing.contracts import World, algorithm, capacity, domains, low_latency
 from moecomm.testing.contracts.cases import Case, cases_for
 
-# Each case at one number of ranks, for a launch takes milliseconds, and few at four. The order is that in which domains.check_every_grid
-# goes through the grids: a domain, pairs, the last rank apart, single ranks.
+# Each case at one number of ranks, and few at four, for a launch takes milliseconds. The order is that in which
+# domains.check_every_grid goes through the grids: a domain, pairs, the last rank apart, single ranks.
 CASES = {
     1: (
         "odd number of experts",
