@@ -161,12 +161,8 @@ def result_of(case: CompileCase, capability: int, name: Path) -> dict[str, Any]:
 
 def page_of(results: list[dict[str, Any]]) -> str:
     """The page, as far as it is about these."""
-    return (
-        "\n".join(
-            [HEAD.format(version=triton.__version__, further=FURTHER_CAPABILITY), *tables_of(results, "##")]
-        ).rstrip()
-        + "\n"
-    )
+    head = HEAD.format(version=triton.__version__, further=FURTHER_CAPABILITY)
+    return "\n".join([head, *tables_of(results, "##")]).rstrip() + "\n"
 
 
 def tables_of(results: list[dict[str, Any]], level: str) -> list[str]:
