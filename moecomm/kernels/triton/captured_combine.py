@@ -8,6 +8,7 @@ then everybody has read them (docs/gpu-low-latency.md).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -304,8 +305,7 @@ def compile_cases() -> list[CompileCase]:
             constants |= {"TOKENS": tile.tokens, "COLUMNS": tile.columns}
             types |= {"weights": f"*{total}" if is_weighted else "*i64", "num_ranks": "i64"}
             cases.append(_case(f"{moves.dtype}{' weighted' * is_weighted}", pull_sums_kernel, types, constants))
-            sizes = (4096, 1)
-            extreme = [extreme_numbers(dtype, lambda one, n=n: tile_of(n, one, is_weighted=True)) for n in sizes]
+            extreme = [extreme_numbers(dtype, partial(tile_of, n, is_weighted=True)) for n in (4096, 1)]
             cases += varied(cases[-1], [*extreme[0], extreme[1][-1]] if is_weighted else extreme[0][:1])
     return cases
 

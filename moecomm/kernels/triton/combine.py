@@ -5,6 +5,7 @@ T tokens   P num_slots   H columns
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,6 +197,5 @@ def compile_cases() -> list[CompileCase]:
 
 def _extreme(dtype: torch.dtype, has_weights: bool) -> list[dict[str, Any]]:
     """The tiles of the shortest rows, and of a single one of them."""
-    return [
-        extreme_numbers(dtype, lambda moves, n=n: tile_of(n, moves, is_weighted=has_weights))[-1] for n in (4096, 1)
-    ]
+    tile = partial(tile_of, is_weighted=has_weights)
+    return [extreme_numbers(dtype, partial(tile, num_tokens))[-1] for num_tokens in (4096, 1)]

@@ -70,8 +70,9 @@ def varied(case: CompileCase, changes: Iterable[dict[str, Any]]) -> list[Compile
 def _has_wide_pieces(constexprs: dict[str, Any], num_warps: int) -> bool:
     if constexprs.get("ALIGNMENT", 16) < 16:
         return False
-    tile = constexprs.get("BLOCK", constexprs.get("TOKENS", 0) * constexprs.get("COLUMNS", 0))
-    return tile == 0 or tile >= 32 * num_warps * constexprs.get("PER_UNIT", 8)
+    tile: int = constexprs.get("BLOCK", constexprs.get("TOKENS", 0) * constexprs.get("COLUMNS", 0))
+    per_unit: int = constexprs.get("PER_UNIT", 8)
+    return tile == 0 or tile >= 32 * num_warps * per_unit
 
 
 def all_cases() -> list[CompileCase]:

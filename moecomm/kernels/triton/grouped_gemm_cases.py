@@ -78,12 +78,14 @@ def _options(dtype: str) -> list[CompileCase]:
 def _further(dtype: str) -> list[CompileCase]:
     """Slabs, and weights of rows that are not gathered, by pointers and by descriptors."""
     cases = varied(_rows("grouped_gemm slab", dtype, "plain", _DECODE, is_slab=True)[0], [{"CLEARS_PADDING": False}])
-    backward = {"of_columns": True, "also": ("hidden_ptr", "activation_ptr")}
-    weighted = {"of_columns": True, "also": ("hidden_ptr", "activation_ptr", "row_weights_ptr", "partial_ptr")}
+    pointers = ("hidden_ptr", "activation_ptr")
+    backward: dict[str, Any] = {"of_columns": True, "also": pointers}
+    weighted: dict[str, Any] = {"of_columns": True, "also": (*pointers, "row_weights_ptr", "partial_ptr")}
     for is_described in (False, True) if _TYPES[dtype][0].itemsize == 2 else (False,):
         name = f"grouped_gemm{' descriptors' * is_described}"
-        num_rows, how = (_TRAINING if is_described else _DECODE), {"is_described": is_described}
-        also = ("hidden_ptr", "row_weights_ptr")
+        num_rows = _TRAINING if is_described else _DECODE
+        how: dict[str, Any] = {"is_described": is_described}
+        also: tuple[str, ...] = ("hidden_ptr", "row_weights_ptr")
         cases += _rows(f"{name} swiglu weighted", dtype, "swiglu", _TRAINING, also=also, **how)
         # Without a backward nothing is kept for it.
         also = ("row_weights_ptr",)
@@ -130,7 +132,7 @@ def _described_products(dtype: str) -> list[CompileCase]:
 
 def _candidates(dtype: str) -> list[CompileCase]:
     """Every product of a backward and a forward in each shape that may be measured, for capability 90."""
-    backward = {"of_columns": True, "also": ("hidden_ptr", "activation_ptr")}
+    backward: dict[str, Any] = {"of_columns": True, "also": ("hidden_ptr", "activation_ptr")}
     products: dict[str, Callable[..., list[CompileCase]]] = {
         "plain": partial(_rows, "grouped_gemm", dtype, "plain", _TRAINING),
         "swiglu": partial(_rows, "grouped_gemm swiglu", dtype, "swiglu", _TRAINING, also=("hidden_ptr",)),
