@@ -54,7 +54,7 @@ in a size: the number of ranks, of choices or of experts, rounded up to a power 
 measurement may choose included. These forms are compiled, too, for sm_{further} and with the newest Triton
 (`--further`), and keep the same rules: every combination of types and options that is launched, and of each size the
 smallest and the largest, of numbers of ranks all up to 128. That none is left out is tested
-(`tests/triton/test_launched_forms.py`).
+(`tests/triton/test_launched_forms.py`). Tiles that are taken only where they were measured to be the fastest may spill.
 
 CI fails, with Triton 3.6.0 and with the newest, for sm_80, sm_90 and sm_100, if
 
@@ -105,7 +105,7 @@ def compile_one(case: CompileCase, capability: int, cache: Path) -> dict[str, An
         **result,
         **numbers_of(compiled, ptx.parse(compiled.ptx)),
         "faults": {
-            "spills": ptx_rules.spill_faults(compiled.log),
+            "spills": [] if case.is_measured else ptx_rules.spill_faults(compiled.log),
             "widths": ptx_rules.width_faults(compiled.ptx) if case.moves_rows else [],
             "release": ptx_rules.release_faults(compiled.ptx),
             "acquire": ptx_rules.acquire_faults(compiled.ptx),

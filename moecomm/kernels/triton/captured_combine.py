@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.base import weights_dtype
-from moecomm.kernels.triton.captured_messages import segment_of, window_of
+from moecomm.kernels.triton.captured_messages import window_of
 from moecomm.kernels.triton.captured_send import end_send
 from moecomm.kernels.triton.captured_state import Control, Operation
 from moecomm.kernels.triton.combine import summed_rows
@@ -122,7 +122,7 @@ def send_outputs_kernel(
         i = (tile // num_pieces) * TOKENS + tl.arange(0, TOKENS)
         c = ((tile % num_pieces) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         mask = (i < num_rows)[:, None] & (c < num_columns)
-        at = segment_of(i, ends)[:, None] == e[None, :]
+        at = ((ends - length)[None, :] <= i[:, None]) & (i[:, None] < ends[None, :])
         offset = (i + tl.sum(tl.where(at, (begin - ends + length)[None, :], 0), axis=1)) * row_bytes
         piece = tl.load(row_pointers(tl.cast(rows, tl.int64) + offset, DTYPE, ALIGNMENT) + c, mask=mask)
         tl.store(row_pointers(target + offset, DTYPE, ALIGNMENT) + c, piece, mask=mask)

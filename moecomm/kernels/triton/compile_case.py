@@ -34,6 +34,7 @@ class CompileCase:
         moves_rows: its rows must be loaded and stored 16 bytes at a time; narrower accesses are an error.
         attrs: arguments known to be divisible, with the divisor (16); None where nothing is known.
         min_capability: the lowest compute capability that it is for: 80, 90 or 100.
+        is_measured: it is launched only where a measurement found it to be the fastest; it may spill registers then.
         is_listed: whether the table shows it; a form that differs from one there in a size or a dtype alone need not
             be, and is compiled for one GPU.
     """
@@ -48,6 +49,7 @@ class CompileCase:
     moves_rows: bool = False
     attrs: dict[str, int] | None = None
     min_capability: int = 80
+    is_measured: bool = False
     is_listed: bool = True
 
 

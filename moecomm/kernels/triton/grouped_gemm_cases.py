@@ -131,7 +131,10 @@ def _described_products(dtype: str) -> list[CompileCase]:
 
 
 def _candidates(dtype: str) -> list[CompileCase]:
-    """Every product of a backward and a forward in each shape that may be measured, for capability 90."""
+    """Every product of a backward and a forward in shapes that may be measured, for capability 90.
+
+    Of shapes that differ in how many stages there are, the deepest; for few rows and for many.
+    """
     backward: dict[str, Any] = {"of_columns": True, "also": ("hidden_ptr", "activation_ptr")}
     products: dict[str, Callable[..., list[CompileCase]]] = {
         "plain": partial(_rows, "grouped_gemm", dtype, "plain", _TRAINING),
@@ -143,23 +146,23 @@ def _candidates(dtype: str) -> list[CompileCase]:
     }
     cases = []
     for kind, product in products.items():
-        shapes: dict[TileShape, None] = {}
-        for rows_per_expert in (16, 32, 64, _TRAINING):
+        found: list[TileShape] = []
+        for rows_per_expert in (16, 64, _TRAINING):
             itemsize = _TYPES[dtype][0].itemsize
-            found = candidate_shapes(kind, itemsize, rows_per_expert, 90, allows_descriptors=True)
-            # How many programs there are is nothing that a kernel knows.
-            shapes |= dict.fromkeys(dataclasses.replace(shape, programs_per_sm=1) for shape in found)
+            found += candidate_shapes(kind, itemsize, rows_per_expert, 90, allows_descriptors=True)
+        found.sort(key=lambda shape: shape.num_stages)
+        # How many programs there are is nothing that a kernel knows.
+        shapes = {dataclasses.replace(shape, programs_per_sm=1, num_stages=1): shape for shape in found}
         for is_described in (False, True):
-            chosen = [shape for shape in shapes if shape.uses_descriptors is is_described]
+            chosen = [shape for shape in shapes.values() if shape.uses_descriptors is is_described]
             cases += product(shapes=chosen, is_described=is_described)
     return cases
 
 
 def _is_same(one: CompileCase, other: CompileCase) -> bool:
-    """Whether only their names differ."""
-    return dataclasses.replace(one, name="", is_listed=True, min_capability=80) == dataclasses.replace(
-        other, name="", is_listed=True, min_capability=80
-    )
+    """Whether the same is compiled."""
+    one, other = (dataclasses.replace(case, name="", is_listed=True, min_capability=80) for case in (one, other))
+    return one == dataclasses.replace(other, is_measured=one.is_measured)
 
 
 def _rows(
@@ -305,7 +308,7 @@ def _measured_cases(name: str, kernel: Any, dtype: str, shapes: list[TileShape],
     for shape in shapes:
         for case in _cases(name, kernel, dtype, {90: shape}, *rest):
             how = f"{', descriptors' * shape.uses_descriptors}, {shape.num_warps} warps, {shape.num_stages} stages"
-            cases.append(dataclasses.replace(case, name=case.name + how, is_listed=False))
+            cases.append(dataclasses.replace(case, name=case.name + how, is_measured=True, is_listed=False))
     return cases
 
 
