@@ -188,6 +188,8 @@ def compile_cases() -> list[CompileCase]:
                         "COLUMNS": tile.columns,
                     },
                     moves_rows=True,
+                    # Triton 3.6 spills 16 bytes of this form for sm_100, down to 32 registers; the newest does not.
+                    is_listed=(dtype, row_bytes, num_tokens, has_weights) != (torch.float64, 14336, 4096, True),
                 )
             )
             if (row_bytes, num_tokens) == (14336, 4096):
