@@ -3,6 +3,7 @@
 
 scripts/kernel_table.py                     writes docs/kernels.md
 scripts/kernel_table.py --check             fails if a rule is broken or docs/kernels.md is not what it would write
+scripts/kernel_table.py --check --further   also compiles the forms that docs/kernels.md does not show
 scripts/kernel_table.py --json FILE         writes numbers and broken rules to FILE; for tests
 
 The rules are those of moecomm/kernels/triton/ptx_rules.py.
@@ -30,13 +31,15 @@ import triton  # noqa: E402
 
 from moecomm.kernels.triton import ptx, ptx_rules  # noqa: E402
 from moecomm.kernels.triton.compile_case import CompileCase, all_cases  # noqa: E402
-from moecomm.kernels.triton.cross_compile import cross_compile  # noqa: E402
+from moecomm.kernels.triton.cross_compile import Compiled, cross_compile  # noqa: E402
 
 PAGE = ROOT / "docs" / "kernels.md"
+FURTHER_CAPABILITY = 90
+NETWORK_TITLE = "## Kernels that call NVSHMEM"  # what follows is nvshmem_cubins.py's
 HEAD = """# Triton kernels, compiled
 
-Every Triton kernel, in each form in which it is launched, compiled without a GPU by Triton {version} and the `ptxas`
-that comes with it; products and sums are rounded one by one. This page is made by one command, and CI compares it:
+Every Triton kernel, compiled without a GPU by Triton {version} and the `ptxas` that comes with it; products and sums
+are rounded one by one. This page is made by one command, and CI compares it:
 
 ```sh
 scripts/kernel_table.py
@@ -45,6 +48,13 @@ scripts/kernel_table.py
 Registers are per thread, spilled bytes (stores and loads together) too; shared memory is per block. Loads and stores
 are those of global memory in the text of the kernel, number x width in bytes per thread; bulk copies have no width of
 their own. Memory order counts barriers, fences and ordered or atomic accesses: operation, order, scope.
+
+A kernel is launched in many forms. What the tables leave out differs from a form there in a dtype, in an alignment or
+in a size: the number of ranks, of choices or of experts, rounded up to a power of two, or a tile, those that a
+measurement may choose included. These forms are compiled, too, for sm_{further} and with the newest Triton
+(`--further`), and keep the same rules: every combination of types and options that is launched, and of each size the
+smallest and the largest, of numbers of ranks all up to 128. That none is left out is tested
+(`tests/triton/test_launched_forms.py`). Tiles that are taken only where they were measured to be the fastest may spill.
 
 CI fails, with Triton 3.6.0 and with the newest, for sm_80, sm_90 and sm_100, if
 
@@ -63,6 +73,24 @@ def facts_of(case: CompileCase, capability: int) -> dict[str, Any]:
         "capability": capability,
         "num_warps": case.num_warps,
         "moves_rows": case.moves_rows,
+        "is_listed": case.is_listed,
+    }
+
+
+def numbers_of(compiled: Compiled, functions: list[ptx.Function]) -> dict[str, Any]:
+    """What the page shows; loads, stores and memory order are those of these functions."""
+    loads, stores, order = Counter(), Counter(), Counter()
+    for function in functions:
+        for total, part in zip((loads, stores), ptx.access_widths(function), strict=True):
+            total.update(part)
+        order.update(ptx.memory_order(function))
+    return {
+        "registers": compiled.registers,
+        "spilled_bytes": compiled.spilled_bytes,
+        "shared_bytes": compiled.shared_bytes,
+        "loads": sorted(loads.items()),
+        "stores": sorted(stores.items()),
+        "order": sorted(order.items()),
     }
 
 
@@ -73,21 +101,11 @@ def compile_one(case: CompileCase, capability: int, cache: Path) -> dict[str, An
         compiled = cross_compile(case, capability, cache)
     except Exception as error:  # noqa: BLE001  whatever a compiler raises: the other kernels are looked at all the same
         return {**result, "faults": {"compile": [f"{type(error).__name__}: {error}"]}}
-    loads, stores, order = Counter(), Counter(), Counter()
-    for function in ptx.parse(compiled.ptx):
-        for total, part in zip((loads, stores), ptx.access_widths(function), strict=True):
-            total.update(part)
-        order.update(ptx.memory_order(function))
     return {
         **result,
-        "registers": compiled.registers,
-        "spilled_bytes": compiled.spilled_bytes,
-        "shared_bytes": compiled.shared_bytes,
-        "loads": sorted(loads.items()),
-        "stores": sorted(stores.items()),
-        "order": sorted(order.items()),
+        **numbers_of(compiled, ptx.parse(compiled.ptx)),
         "faults": {
-            "spills": ptx_rules.spill_faults(compiled.log),
+            "spills": [] if case.is_measured else ptx_rules.spill_faults(compiled.log),
             "widths": ptx_rules.width_faults(compiled.ptx) if case.moves_rows else [],
             "release": ptx_rules.release_faults(compiled.ptx),
             "acquire": ptx_rules.acquire_faults(compiled.ptx),
@@ -95,14 +113,19 @@ def compile_one(case: CompileCase, capability: int, cache: Path) -> dict[str, An
     }
 
 
+def is_wanted(case: CompileCase, capability: int, *, also_further: bool) -> bool:
+    """Whether it is compiled for this capability: a form that the page does not show is for one, and if asked for."""
+    is_there = case.is_listed or (also_further and capability == FURTHER_CAPABILITY)
+    return is_there and capability >= case.min_capability
+
+
 def cases_of(modules: list[str]) -> list[CompileCase]:
     """The cases of these modules; of the package if there are none."""
     return [case for module in modules for case in import_module(module).compile_cases()] if modules else all_cases()
 
 
-def compile_all(cases: list[CompileCase], capabilities: list[int], cache: Path, jobs: int) -> list[dict[str, Any]]:
-    """All results, by capability, in the order of the cases; each is compiled in a process of its own."""
-    todo = [(case, capability) for capability in capabilities for case in cases if capability >= case.min_capability]
+def compile_all(todo: list[tuple[CompileCase, int]], cache: Path, jobs: int) -> list[dict[str, Any]]:
+    """All results, of cases for capabilities, in this order; each is compiled in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         running: set[int] = set()
         for index, (case, capability) in enumerate(todo):
@@ -137,16 +160,22 @@ def result_of(case: CompileCase, capability: int, name: Path) -> dict[str, Any]:
 
 
 def page_of(results: list[dict[str, Any]]) -> str:
-    """The whole page."""
-    lines = [HEAD.format(version=triton.__version__)]
+    """The page, as far as it is about these."""
+    head = HEAD.format(version=triton.__version__, further=FURTHER_CAPABILITY)
+    return "\n".join([head, *tables_of(results, "##")]).rstrip() + "\n"
+
+
+def tables_of(results: list[dict[str, Any]], level: str) -> list[str]:
+    """A table for each capability, as lines; `level` stands before its title."""
+    lines: list[str] = []
     columns = ["kernel", "warps", "registers", "spilled", "shared", "loads", "stores", "memory order"]
     for capability in sorted({result["capability"] for result in results}):
-        lines += [f"## sm_{capability}", "", f"| {' | '.join(columns)} |", f"|---{'|---:' * 4}{'|---' * 3}|"]
+        lines += [f"{level} sm_{capability}", "", f"| {' | '.join(columns)} |", f"|---{'|---:' * 4}{'|---' * 3}|"]
         for result in results:
-            if result["capability"] == capability:
+            if result["capability"] == capability and result["is_listed"]:
                 lines.append(f"| {' | '.join(cells_of(result))} |")
         lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    return lines
 
 
 def cells_of(result: dict[str, Any]) -> list[str]:
@@ -169,12 +198,20 @@ def main() -> int:
         "--capabilities", type=int, nargs="+", default=[80, 90, 100], metavar="N", help="such as 90 100"
     )
     parser.add_argument("--modules", nargs="+", default=[], metavar="NAME", help="modules with compile_cases instead")
+    parser.add_argument("--further", action="store_true", help="also compile the forms that the page does not show")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     cache = Path(tempfile.gettempdir()) / f"moecomm-kernels-{os.getuid()}"
     parser.add_argument("--cache", type=Path, default=cache, metavar="FOLDER", help="results that may be used again")
     args = parser.parse_args()
 
-    results = compile_all(cases_of(args.modules), args.capabilities, args.cache, args.jobs)
+    cases = cases_of(args.modules)
+    todo = [
+        (case, capability)
+        for capability in args.capabilities
+        for case in cases
+        if is_wanted(case, capability, also_further=args.further)
+    ]
+    results = compile_all(todo, args.cache, args.jobs)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
         return 0
@@ -184,8 +221,8 @@ def main() -> int:
             for fault in faults:
                 failed = True
                 print(f"{result['name']}, sm_{result['capability']}: {rule}: {fault}")
-    page = page_of(results)
     there = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    page = page_of(results) + "".join(there.partition(f"\n{NETWORK_TITLE}\n")[1:])
     if not args.check:
         PAGE.write_text(page, encoding="utf-8")
         print(f"{PAGE.relative_to(ROOT)}: {len(results)} kernels compiled")

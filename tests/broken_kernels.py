@@ -94,4 +94,5 @@ def compile_cases():
         signals("sound signal", signal_after_rows, True),
         signals("sound wait", rows_after_wait, True),
         copies("not for old devices", min_capability=100),
+        copies("not listed", is_listed=False),
     ]

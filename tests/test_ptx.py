@@ -235,3 +235,29 @@ def test_spills_are_caught():
     assert spill_faults(said.format(0, 4)) == ["0 bytes spill stores, 4 bytes spill loads"]
     with pytest.raises(ValueError, match="no line on spills"):
         spill_faults("ptxas info : 0 bytes gmem")
+
+
+def test_a_library_behind_a_kernel_is_not_looked_at_if_the_kernel_is_named():
+    early, unguarded = f"{STORE} {RELEASE}", ACQUIRE + LOAD
+    for faults, body, sound in (
+        (release_faults, early, f"{STORE} {BARRIER} {RELEASE}"),
+        (acquire_faults, unguarded, POLL),
+    ):
+        text = kernel(sound).partition("\t.section")[0] + kernel(body, name="of_a_library")
+        assert len(faults(text)) == 1
+        assert faults(text, "k") == []
+        assert len(faults(text, "of_a_library")) == 1
+    said = (
+        "ptxas info : Function properties for {}\n    8 bytes stack frame, {} bytes spill stores, 0 bytes spill loads\n"
+    )
+    said = said.format("of_a_library", 8) + said.format("k", 0)
+    assert len(spill_faults(said)) == 1
+    assert spill_faults(said, "k") == []
+    with pytest.raises(ValueError, match="no line on spills"):
+        spill_faults(said, "another")
+
+
+def test_what_a_kernel_calls_of_a_network_is_no_fault_of_its_signals():
+    put = "call.uni (retval0), moecomm_nvshmem_put, (param0);"
+    assert release_faults(kernel(f"{STORE} {BARRIER} {put} {BARRIER} {RELEASE}")) == []
+    assert acquire_faults(kernel(f"{POLL} {put}")) == []

@@ -118,3 +118,12 @@ def test_results_are_used_again(broken, broken_flags, tmp_path):
     assert len(made) == len([one for one in broken.values() if "compile" not in one["faults"]])
     assert compiled(tmp_path / "again.json", *broken_flags) == broken
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == made
+
+
+def test_forms_that_the_page_leaves_out_are_compiled_if_asked_for(broken_flags, tmp_path):
+    name = "not listed"
+    assert (name, 90) not in compiled(tmp_path / "listed.json", *broken_flags)
+    found = compiled(tmp_path / "all.json", *broken_flags, "--further")
+    assert (name, 90) in found
+    assert (name, 100) not in found
+    assert found[name, 90]["faults"] == {rule: [] for rule in RULES}

@@ -19,7 +19,7 @@ from torch import Tensor
 from moecomm.kernels.triton.captured_messages import window_of
 from moecomm.kernels.triton.captured_send import end_send
 from moecomm.kernels.triton.captured_state import Control, Operation, changed_signature
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import NUMBERS_OF_RANKS, CompileCase, varied
 from moecomm.kernels.triton.lanes import unless_failed
 from moecomm.kernels.triton.runtime import launch, num_blocks
 
@@ -172,7 +172,7 @@ def compile_cases() -> list[CompileCase]:
     words = ("mailboxes", "begun", "ticket", "boards", "status", "first_bad", "changed")
     types = {**dict.fromkeys(words, "*i64"), **dict.fromkeys(("counts", "arrivals"), "*i32")}
     types |= dict.fromkeys(("num_experts", "rank", "num_ranks", "num_columns"), "i32")
-    cases = []
+    cases: list[CompileCase] = []
     for ids, ranks in (("*i32", 8), ("*i64", 128)):
         forms = {
             f"find_bad {ids}": (find_bad_kernel, {"IDS": _IDS}),
@@ -182,4 +182,4 @@ def compile_cases() -> list[CompileCase]:
             known = {**types, "ids": ids, **dict.fromkeys(constants, "constexpr")}
             signature = {argument: known.get(argument, "i64") for argument in kernel.arg_names}
             cases.append(CompileCase(name=name, kernel=kernel, signature=signature, constexprs=constants))
-    return cases
+    return cases + varied(cases[-1], ({"RANKS": ranks} for ranks in NUMBERS_OF_RANKS))

@@ -8,6 +8,7 @@ then everybody has read them (docs/gpu-low-latency.md).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,21 +17,32 @@ import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.base import weights_dtype
-from moecomm.kernels.triton.captured_messages import segment_of, window_of
+from moecomm.kernels.triton.captured_messages import window_of
 from moecomm.kernels.triton.captured_send import end_send
 from moecomm.kernels.triton.captured_state import Control, Operation
-from moecomm.kernels.triton.captured_zeros import moves_constants
 from moecomm.kernels.triton.combine import summed_rows
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import NUMBERS_OF_RANKS, CompileCase, varied
 from moecomm.kernels.triton.lanes import unless_failed
 from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded
 from moecomm.kernels.triton.runtime import alignment_of, launch
 from moecomm.kernels.triton.signals import wait_kernel
-from moecomm.kernels.triton.tiles import moves_of, numbers_of, row_pointers, tile_of
+from moecomm.kernels.triton.tiles import (
+    Moves,
+    Tile,
+    extreme_moves,
+    extreme_numbers,
+    moves_constants,
+    moves_of,
+    numbers_of,
+    row_pointers,
+    tile_of,
+)
 
 __all__ = ["Outputs", "compile_cases", "copy_outputs", "pull_sums", "send_outputs", "wait_for_ticket"]
 
 _MOST_PROGRAMS = 512
+_MOST_TOKENS = 32
+_MOST_COMPARED = 8192  # rows with experts, in the registers of a program
 
 
 class Outputs(NamedTuple):
@@ -110,7 +122,7 @@ def send_outputs_kernel(
         i = (tile // num_pieces) * TOKENS + tl.arange(0, TOKENS)
         c = ((tile % num_pieces) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         mask = (i < num_rows)[:, None] & (c < num_columns)
-        at = segment_of(i, ends)[:, None] == e[None, :]
+        at = ((ends - length)[None, :] <= i[:, None]) & (i[:, None] < ends[None, :])
         offset = (i + tl.sum(tl.where(at, (begin - ends + length)[None, :], 0), axis=1)) * row_bytes
         piece = tl.load(row_pointers(tl.cast(rows, tl.int64) + offset, DTYPE, ALIGNMENT) + c, mask=mask)
         tl.store(row_pointers(target + offset, DTYPE, ALIGNMENT) + c, piece, mask=mask)
@@ -183,7 +195,7 @@ def send_outputs(
     """Begins a call. `rows` are the address of my block of rows and the bytes of a row."""
     address, row_bytes = rows
     moves = moves_of(row_bytes, alignment_of(address, row_bytes, outputs.alignment, outputs.nbytes))
-    tile = tile_of(_MOST_PROGRAMS - 1, moves)
+    tile, experts = _tile_of(moves, totals.numel())
     launch(
         send_outputs_kernel,
         1 if address == outputs.mine and outputs.nbytes == 0 else min(_MOST_PROGRAMS, max(1, tile.num_programs)),
@@ -192,9 +204,9 @@ def send_outputs(
         *(moves.num_units, control.rank, control.num_ranks, operation.begun, ticket, operation.arrivals),
         *(control.boards, operation.slot, control.status),
         **moves_constants(moves),
-        TOKENS=min(tile.tokens, 32),
+        TOKENS=tile.tokens,
         COLUMNS=tile.columns,
-        EXPERTS=triton.next_power_of_2(max(1, totals.numel())),
+        EXPERTS=experts,
         RANKS=triton.next_power_of_2(control.num_ranks),
     )
 
@@ -205,7 +217,7 @@ def copy_outputs(
     """Copies the rows that routes name to memory of the same form at `target`; tells nobody, and counts nothing."""
     address, row_bytes = rows
     moves = moves_of(row_bytes, alignment_of(address, row_bytes, target))
-    tile = tile_of(_MOST_PROGRAMS - 1, moves)
+    tile, experts = _tile_of(moves, totals.numel())
     launch(
         send_outputs_kernel,
         min(_MOST_PROGRAMS, max(1, tile.num_programs)),
@@ -213,11 +225,18 @@ def copy_outputs(
         *(address, target, 0, 1, first_rows, totals, totals.numel(), moves.num_units, control.rank),
         *(0, operation.begun, operation.begun, operation.arrivals, control.boards, operation.slot, control.status),
         **moves_constants(moves),
-        TOKENS=min(tile.tokens, 32),
+        TOKENS=tile.tokens,
         COLUMNS=tile.columns,
-        EXPERTS=triton.next_power_of_2(max(1, totals.numel())),
+        EXPERTS=experts,
         RANKS=1,
     )
+
+
+def _tile_of(moves: Moves, num_local: int) -> tuple[Tile, int]:
+    """The tile of rows that are copied, and EXPERTS, with all of which each row is compared."""
+    experts = int(triton.next_power_of_2(max(1, num_local)))
+    most = min(_MOST_TOKENS, max(1, _MOST_COMPARED // experts))
+    return tile_of(_MOST_PROGRAMS - 1, moves).with_fewer_tokens(_MOST_PROGRAMS - 1, moves, most), experts
 
 
 def wait_for_ticket(control: Control, slot: int, ticket: Tensor) -> None:
@@ -266,13 +285,17 @@ def compile_cases() -> list[CompileCase]:
     wide = ("first_rows", "begun", "ticket", "boards", "status", "routes", "addresses")
     types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys(("totals", "arrivals"), "*i32")}
     types |= dict.fromkeys(("num_local", "num_units", "rank", "num_ranks", "num_slots"), "i32")
-    cases = []
+    cases: list[CompileCase] = []
     for row_bytes, ranks in ((14336, 8), (512, 128)):
         moves = moves_of(row_bytes, 16)
-        tile = tile_of(_MOST_PROGRAMS - 1, moves)
-        constants = {**moves_constants(moves), "TOKENS": min(tile.tokens, 32), "COLUMNS": tile.columns}
-        constants |= {"EXPERTS": 32, "RANKS": ranks}
+        tile, experts = _tile_of(moves, 32)
+        constants = {**moves_constants(moves), "TOKENS": tile.tokens, "COLUMNS": tile.columns}
+        constants |= {"EXPERTS": experts, "RANKS": ranks}
         cases.append(_case(f"{tile.columns} columns, {ranks} ranks", send_outputs_kernel, types, constants))
+    cases += varied(cases[0], ({"RANKS": ranks} for ranks in NUMBERS_OF_RANKS if ranks != 128))
+    cases += varied(cases[0], extreme_moves(lambda moves: _tile_of(moves, 32)[0]))
+    many = ((moves_of(512, 16), num_local) for num_local in (1, 512))
+    cases += varied(cases[1], ({"EXPERTS": e, "TOKENS": _tile_of(moves, e)[0].tokens} for moves, e in many))
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for is_weighted in (False, True):
             moves = numbers_of("a row", dtype, 14336, 16)
@@ -282,6 +305,8 @@ def compile_cases() -> list[CompileCase]:
             constants |= {"TOKENS": tile.tokens, "COLUMNS": tile.columns}
             types |= {"weights": f"*{total}" if is_weighted else "*i64", "num_ranks": "i64"}
             cases.append(_case(f"{moves.dtype}{' weighted' * is_weighted}", pull_sums_kernel, types, constants))
+            extreme = [extreme_numbers(dtype, partial(tile_of, n, is_weighted=True)) for n in (4096, 1)]
+            cases += varied(cases[-1], [*extreme[0], extreme[1][-1]] if is_weighted else extreme[0][:1])
     return cases
 
 

@@ -79,7 +79,7 @@ def put_messages_kernel(
         number = tl.load(ticket)
         source = window_of(packed + to * message_bytes, message_bytes, num_windows, num_ranks, number)
         target = window_of(windows + rank * message_bytes, message_bytes, num_windows, num_ranks, number)
-        nbytes = rows_offset + tl.load(totals + to) * row_bytes
+        nbytes = rows_offset + tl.load(totals + to).to(tl.int64) * row_bytes
         fence()
         put_signal(target, source, nbytes, board + lane * 8, 1, tl.load(pes + to))
 
@@ -239,7 +239,7 @@ def linked_cases() -> list[CompileCase]:
     types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys(narrow, "*i32")}
     types |= dict.fromkeys(("num_experts", "num_local", "rank", "num_ranks"), "i32")
     cases = [_case("put_messages", put_messages_kernel, types, {})]
-    return cases + [_case(f"put_outputs {e} experts", put_outputs_kernel, types, _tile(e)) for e in (32, 256)]
+    return cases + [_case(f"put_outputs {e} experts", put_outputs_kernel, types, _tile(e)) for e in (2, 256, 512)]
 
 
 def _case(name: str, kernel: Any, types: dict[str, str], constants: dict[str, int]) -> CompileCase:

@@ -219,10 +219,15 @@ def report_overflow(
 
 
 class PlanTile(NamedTuple):
-    """GROUPS of kernels that plan, all of which are compared with all ranks at once; and their warps."""
+    """GROUPS of kernels that plan, all of which are compared with all ranks at once; and how they are launched.
+
+    Compilers spill some registers to let more programs run on a processor, but not below a limit that they are given:
+    here one program runs alone.
+    """
 
     groups: int
     num_warps: int
+    max_registers: int = 128
 
 
 def plan_tile(num_ranks: int) -> PlanTile:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.triton.captured_state import Control
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import LISTED_RANKS, NUMBERS_OF_RANKS, CompileCase, varied
 from moecomm.kernels.triton.counts import ranks_of_tokens
 from moecomm.kernels.triton.lanes import acquire_lanes
 from moecomm.kernels.triton.runtime import launch, num_blocks
@@ -244,19 +244,22 @@ def count_messages(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Some ranks and many."""
+    """One."""
     tile = block_tile(128, 8)
     pointers = {"ticket": "*i64", "status": "*i64", "tokens": "*i64"}
     pointers |= dict.fromkeys(("expert_rank", "counts", "bad"), "*i32")
     ints = dict.fromkeys(("num_ranks", "max_tokens", "num_topk", "num_experts"), "i32")
     constants = {"TOKENS": tile.tokens, "CHOICES": tile.choices, "EXPERTS": _EXPERTS}
     types = {**pointers, **ints, **dict.fromkeys((*constants, "RANKS", "ALL_RANKS"), "constexpr")}
-    return [
+    cases = [
         CompileCase(
             name=f"count_windows {ranks} ranks",
             kernel=count_windows_kernel,
             signature={name: types.get(name, "i64") for name in count_windows_kernel.arg_names},
             constexprs={**constants, "RANKS": min(_RANKS, ranks), "ALL_RANKS": ranks},
+            is_listed=ranks in LISTED_RANKS,
         )
-        for ranks in (8, 128)
+        for ranks in NUMBERS_OF_RANKS
     ]
+    tiles = [block_tile(128, num_topk) for num_topk in (1, 16)]
+    return cases + varied(cases[-1], ({"TOKENS": tile.tokens, "CHOICES": tile.choices} for tile in tiles))

@@ -21,7 +21,7 @@ from moecomm.kernels.triton.captured_groups import (
 )
 from moecomm.kernels.triton.captured_messages import Found
 from moecomm.kernels.triton.captured_state import BAD_ID, MISMATCH, Control, report_fault
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import NUMBERS_OF_RANKS, CompileCase
 from moecomm.kernels.triton.lanes import is_last_program, unless_failed
 from moecomm.kernels.triton.runtime import launch, num_blocks
 
@@ -207,17 +207,18 @@ def plan_messages(
         ALL_RANKS=triton.next_power_of_2(num_ranks),
         GROUPS=tile.groups,
         num_warps=tile.num_warps,
+        maxnreg=tile.max_registers,
     )
 
 
 def compile_cases() -> list[CompileCase]:
-    """Some ranks and many."""
+    """For each number of ranks: compilers have spilled with some and not with others."""
     wide = ("ticket", "status", "fault", "tokens", "starts", "ends", "tokens_per_expert", "first_rows", "used", "spans")
     narrow = ("before", "bad", "expert_rank", "expert_local", "totals", "arrivals", "counts", "num_tokens_per_expert")
     ints = ("num_ranks", "num_blocks", "num_experts", "rank", "num_local", "alignment")
     types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys((*narrow, "offsets"), "*i32"), **dict.fromkeys(ints, "i32")}
     cases = []
-    for ranks in (8, 128):
+    for ranks in NUMBERS_OF_RANKS:
         constants = {"BLOCKS": _BLOCKS, "COLUMNS": _COLUMNS, "ALL_RANKS": ranks, "GROUPS": plan_tile(ranks).groups}
         types |= dict.fromkeys(constants, "constexpr")
         cases.append(
@@ -227,6 +228,7 @@ def compile_cases() -> list[CompileCase]:
                 signature={name: types.get(name, "i64") for name in plan_messages_kernel.arg_names},
                 constexprs=constants,
                 num_warps=plan_tile(ranks).num_warps,
+                max_registers=plan_tile(ranks).max_registers,
             )
         )
     return cases

@@ -28,7 +28,7 @@ from moecomm.kernels.triton.captured_state import (
     find_rank,
     report_fault,
 )
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import LISTED_RANKS, NUMBERS_OF_RANKS, CompileCase
 from moecomm.kernels.triton.lanes import acquire_lanes, unless_failed
 from moecomm.kernels.triton.runtime import launch
 
@@ -170,7 +170,7 @@ def find_places(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Some ranks and many."""
+    """One of each."""
     words = ("changed", "mailboxes", "begun", "ticket", "boards", "status", "fault", "regions", "addresses")
     types = {**dict.fromkeys(words, "*i64"), "arrivals": "*i32", "rank": "i32", "num_ranks": "i32"}
     kernels: dict[str, Any] = {"send_places": send_places_kernel, "find_places": find_places_kernel}
@@ -181,7 +181,8 @@ def compile_cases() -> list[CompileCase]:
             signature={argument: {**types, "RANKS": "constexpr"}.get(argument, "i64") for argument in kernel.arg_names},
             constexprs={"RANKS": ranks},
             num_warps=1,
+            is_listed=ranks in LISTED_RANKS,
         )
         for name, kernel in kernels.items()
-        for ranks in (8, 128)
+        for ranks in NUMBERS_OF_RANKS
     ]

@@ -25,16 +25,17 @@ from moecomm.kernels.triton.captured_messages import (
     window_of,
 )
 from moecomm.kernels.triton.captured_state import Control
-from moecomm.kernels.triton.captured_zeros import Block, moves_constants
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.captured_zeros import Block
+from moecomm.kernels.triton.compile_case import NUMBERS_OF_RANKS, CompileCase, varied
 from moecomm.kernels.triton.lanes import unless_failed
 from moecomm.kernels.triton.runtime import alignment_of, launch
-from moecomm.kernels.triton.tiles import moves_of, row_pointers, tile_of
+from moecomm.kernels.triton.tiles import Moves, Tile, extreme_moves, moves_constants, moves_of, row_pointers, tile_of
 
 __all__ = ["compile_cases", "place_rows", "route_messages"]
 
 _HEADER = tl.constexpr(HEADER_BYTES)
 _EXPERTS = 64
+_MOST_TOKENS = 32  # of a tile: each is compared with all ranks
 _MOST_PROGRAMS = 1024  # a few for each processor: how many rows come is not known at the launch
 
 
@@ -258,7 +259,7 @@ def place_rows(
     """Copies the rows of all messages to where `routes` say that they go here; `slots` is of a packing, or None."""
     alignment = alignment_of(windows.address, windows.message_bytes, layout.rows, block.rows, block.row_bytes)
     moves = moves_of(block.row_bytes, alignment)
-    tile = tile_of(control.num_ranks * windows.max_tokens, moves)
+    tile = _tile_of(control.num_ranks * windows.max_tokens, moves)
     launch(
         place_rows_kernel,
         min(_MOST_PROGRAMS, tile.num_programs),
@@ -276,6 +277,10 @@ def place_rows(
     )
 
 
+def _tile_of(num_tokens: int, moves: Moves) -> Tile:
+    return tile_of(num_tokens, moves).with_fewer_tokens(num_tokens, moves, _MOST_TOKENS)
+
+
 def compile_cases() -> list[CompileCase]:
     """Weights of both sizes and none; long and short rows, some ranks and many."""
     wide = ("ticket", "status", "tokens", "starts", "routes", "boards", "homeward")
@@ -284,22 +289,28 @@ def compile_cases() -> list[CompileCase]:
     types |= dict.fromkeys(("num_ranks", "num_blocks", "max_tokens", "num_topk", "num_experts", "rank"), "i32")
     types["num_units"] = "i32"
     blocks = block_tile(128, 8)
-    cases = []
+    cases: list[CompileCase] = []
     for value_bytes, is_packed in ((0, False), (4, False), (8, False), (4, True)):
         constants = {"VALUE_BYTES": value_bytes, "IS_PACKED": is_packed, "TOKENS": blocks.tokens}
         constants |= {"CHOICES": blocks.choices, "EXPERTS": _EXPERTS}
         what = f"weights of {value_bytes} bytes{', packed' * is_packed}"
         cases.append(_case(what, route_messages_kernel, types, constants))
+    packed, tiles = cases[-1], [block_tile(128, num_topk) for num_topk in (1, 16)]
+    cases += varied(packed, ({"VALUE_BYTES": value_bytes} for value_bytes in (0, 8)))
+    cases += varied(packed, ({"TOKENS": tile.tokens, "CHOICES": tile.choices} for tile in tiles))
     for row_bytes, ranks, is_packed in ((14336, 8, False), (512, 128, False), (14336, 128, True)):
         moves = moves_of(row_bytes, 16)
-        tile = tile_of(ranks * 128, moves)
+        tile = _tile_of(ranks * 128, moves)
         constants = {"IS_PACKED": is_packed, **moves_constants(moves), "TOKENS": tile.tokens}
         constants |= {"COLUMNS": tile.columns, "RANKS": ranks}
         what = f"{tile.columns} columns, {ranks} ranks{', packed' * is_packed}"
         # Where messages are not packed, any pointer will do for `slots`.
         types["slots"] = "*i32" if is_packed else "*i64"
         cases.append(_case(what, place_rows_kernel, types, constants, moves_rows=True))
-    return cases
+    packed = cases[-1]
+    cases += varied(packed, ({"RANKS": ranks} for ranks in NUMBERS_OF_RANKS))
+    cases += varied(packed, extreme_moves(lambda moves: _tile_of(4096, moves)))
+    return cases + varied(packed, extreme_moves(lambda moves: _tile_of(1, moves))[-1:])
 
 
 def _case(

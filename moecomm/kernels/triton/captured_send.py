@@ -11,6 +11,7 @@ same launch can be replayed.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from moecomm.kernels.triton.captured_messages import HEADER_BYTES, MessageLayout, Windows, window_of
 from moecomm.kernels.triton.captured_state import Control, Operation
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import NUMBERS_OF_RANKS, CompileCase, varied
 from moecomm.kernels.triton.counts import ranks_of_tokens
 from moecomm.kernels.triton.lanes import is_last_program, release_lane, unless_failed
 from moecomm.kernels.triton.runtime import alignment_of, launch
-from moecomm.kernels.triton.tiles import moves_of, row_pointers, tile_of
+from moecomm.kernels.triton.tiles import Moves, Tile, extreme_moves, moves_of, row_pointers, tile_of
 
 __all__ = ["Batch", "compile_cases", "end_send", "send_messages"]
 
@@ -32,6 +33,7 @@ _HEADER = tl.constexpr(HEADER_BYTES)
 _LEAST = tl.constexpr(-(1 << 31))
 _MOST = tl.constexpr((1 << 31) - 1)
 _IDS = 128
+_MOST_CHOICES = 4096  # of the tokens of a tile, in the registers of a program
 
 
 @triton.jit
@@ -209,7 +211,7 @@ def send_messages(
     table, known = peers
     alignment = alignment_of(row_bytes, stride, rows.data_ptr(), known, windows.message_bytes)
     moves = moves_of(row_bytes, alignment)
-    tile = tile_of(num_tokens, moves)
+    tile = _tile_of(num_tokens, num_topk, moves)
     places = operation.begun if planned is None else planned
     bits = ids
     if weights is not None:
@@ -228,11 +230,22 @@ def send_messages(
         ALIGNMENT=moves.alignment,
         PER_UNIT=moves.per_unit,
         TOKENS=tile.tokens,
-        CHOICES=triton.next_power_of_2(max(1, num_topk)),
+        CHOICES=_choices_of(num_topk),
         COLUMNS=tile.columns,
         RANKS=triton.next_power_of_2(num_ranks),
         IDS=_IDS,
     )
+
+
+def _choices_of(num_topk: int) -> int:
+    """CHOICES, all of which are looked at for each token of a tile."""
+    return int(triton.next_power_of_2(max(1, num_topk)))
+
+
+def _tile_of(num_tokens: int, num_topk: int, moves: Moves) -> Tile:
+    """The tile of rows that are sent."""
+    most = max(1, _MOST_CHOICES // _choices_of(num_topk))
+    return tile_of(num_tokens, moves).with_fewer_tokens(num_tokens, moves, most)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -240,15 +253,19 @@ def compile_cases() -> list[CompileCase]:
     pointers = {"expert_rank": "*i32", "arrivals": "*i32"}
     pointers |= dict.fromkeys(("planned", "windows", "begun", "ticket", "boards", "status"), "*i64")
     ints = ("num_tokens", "num_units", "num_topk", "num_experts", "rank", "num_ranks")
-    cases = []
-    for ids, weights, row_bytes, ranks, is_packed in (
+    listed: list[tuple[str, str, int, int, bool]] = [
         ("*i64", "*i32", 14336, 8, False),
         ("*i32", "*i64", 512, 128, False),
         ("*i64", "", 14336, 8, False),
         ("*i64", "*i32", 14336, 128, True),
-    ):
+    ]
+    known = [(ids, weights, is_packed) for ids, weights, _, _, is_packed in listed]
+    forms = [(i, w, packed) for i in ("*i32", "*i64") for w in ("", "*i32", "*i64") for packed in (False, True)]
+    others = [(ids, weights, 14336, 8, packed) for ids, weights, packed in forms if (ids, weights, packed) not in known]
+    cases: list[CompileCase] = []
+    for ids, weights, row_bytes, ranks, is_packed in (*listed, *others):
         moves = moves_of(row_bytes, 16)
-        tile = tile_of(128, moves)
+        tile = _tile_of(128, 8, moves)
         constants = {
             "HAS_VALUES": bool(weights),
             "IS_PACKED": is_packed,
@@ -256,7 +273,7 @@ def compile_cases() -> list[CompileCase]:
             "ALIGNMENT": moves.alignment,
             "PER_UNIT": moves.per_unit,
             "TOKENS": tile.tokens,
-            "CHOICES": 8,
+            "CHOICES": _choices_of(8),
             "COLUMNS": tile.columns,
             "RANKS": ranks,
             "IDS": _IDS,
@@ -271,6 +288,13 @@ def compile_cases() -> list[CompileCase]:
                 signature={name: types.get(name, "i64") for name in send_messages_kernel.arg_names},
                 constexprs=constants,
                 moves_rows=True,
+                is_listed=len(cases) < len(listed),
             )
         )
+    cases += varied(cases[0], ({"RANKS": ranks} for ranks in NUMBERS_OF_RANKS if ranks != 128))
+    cases += varied(cases[0], extreme_moves(partial(_tile_of, 4096, 8)))
+    cases += varied(cases[0], extreme_moves(partial(_tile_of, 1, 8))[-1:])
+    for num_topk in (1, 16):
+        *_, short = extreme_moves(partial(_tile_of, 4096, num_topk))
+        cases += varied(cases[0], [{**short, "CHOICES": num_topk}])
     return cases

@@ -32,7 +32,7 @@ from moecomm.kernels.triton.captured_send import end_send
 from moecomm.kernels.triton.captured_state import Control, Operation, windows_for
 from moecomm.kernels.triton.captured_static_blocks import Places, StaticBatch, StaticBlock, make_static_block
 from moecomm.kernels.triton.captured_zeros import zero_rows
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import LISTED_RANKS, NUMBERS_OF_RANKS, CompileCase
 from moecomm.kernels.triton.counts import count_by_expert, count_by_rank
 from moecomm.kernels.triton.flat import pull_flat_unless_failed, push_flat_metadata
 from moecomm.kernels.triton.lanes import unless_failed
@@ -344,7 +344,7 @@ def _begin_call(control: Control, operation: Operation, ticket: Tensor) -> None:
 
 
 def compile_cases() -> list[CompileCase]:
-    """The routes; signals to some ranks and to many."""
+    """The routes; signals."""
     words = dict.fromkeys(("begun", "ticket", "boards", "status", "planned", "routes"), "*i64")
     types = {**words, "arrivals": "*i32", "num_ranks": "i32", "ROUTES": "constexpr", "RANKS": "constexpr"}
     cases = [
@@ -355,7 +355,7 @@ def compile_cases() -> list[CompileCase]:
             constexprs={"ROUTES": _ROUTES},
         )
     ]
-    for ranks in (8, 128):
+    for ranks in NUMBERS_OF_RANKS:
         cases.append(
             CompileCase(
                 name=f"begin_call {ranks} ranks",
@@ -363,6 +363,7 @@ def compile_cases() -> list[CompileCase]:
                 signature={name: types.get(name, "i64") for name in begin_call_kernel.arg_names},
                 constexprs={"RANKS": ranks},
                 num_warps=1,
+                is_listed=ranks in LISTED_RANKS,
             )
         )
     return cases

@@ -5,21 +5,22 @@ Rows and weights are zero there, local ids -1.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import CompileCase, varied
 from moecomm.kernels.triton.lanes import unless_failed
-from moecomm.kernels.triton.runtime import alignment_of, launch, num_blocks
-from moecomm.kernels.triton.tiles import Moves, Tile, moves_of, row_pointers, tile_of
+from moecomm.kernels.triton.runtime import alignment_of, launch
+from moecomm.kernels.triton.tiles import Moves, Tile, extreme_moves, moves_constants, moves_of, row_pointers, tile_of
 
-__all__ = ["Block", "compile_cases", "moves_constants", "zero_rows"]
+__all__ = ["Block", "compile_cases", "zero_rows"]
 
 _ROWS = 1024  # tiles are cut as for so many, and the programs for at most so many share what there is
 _MOST_TOKENS = 32
+_MOST_COMPARED = 8192  # rows with spans, in the registers of a program
 _MOST_PROGRAMS = 256
 
 
@@ -107,32 +108,26 @@ def zero_rows(status: Tensor, spans: Tensor, block: Block) -> None:
 def _fill_rows(status: Tensor, spans: Tensor, block: Block, fill: int) -> None:
     """Writes `fill` to rows, and 0 to weights, of which each row has one."""
     moves = moves_of(block.row_bytes, alignment_of(block.rows, block.row_bytes))
-    tile = _tile_of(moves, block.num_rows)
+    num_spans = spans.shape[1]
+    tile = _tile_of(moves, num_spans, block.num_rows)
     launch(
         zero_rows_kernel,
         min(_MOST_PROGRAMS, max(1, tile.num_programs)),
         spans.device,
-        *(status, spans, spans.shape[1], block.rows, moves.num_units, block.values),
+        *(status, spans, num_spans, block.rows, moves.num_units, block.values),
         FILL=fill,
         VALUE_BYTES=block.value_bytes,
         **moves_constants(moves),
         TOKENS=tile.tokens,
         COLUMNS=tile.columns,
-        SPANS=triton.next_power_of_2(spans.shape[1]),
+        SPANS=triton.next_power_of_2(num_spans),
     )
 
 
-def _tile_of(moves: Moves, num_rows: int = _ROWS) -> Tile:
+def _tile_of(moves: Moves, num_spans: int, num_rows: int = _ROWS) -> Tile:
     """Of few rows, for each is compared with all spans; the same tile however many rows there are."""
-    tile = tile_of(_ROWS, moves)
-    tokens = min(tile.tokens, _MOST_TOKENS)
-    num_tiles = num_blocks(min(num_rows, _ROWS), tokens) * num_blocks(moves.num_columns, tile.columns)
-    return Tile(tokens, tile.columns, num_tiles)
-
-
-def moves_constants(moves: Moves) -> dict[str, Any]:
-    """DTYPE, ALIGNMENT and PER_UNIT of kernels that move rows."""
-    return {"DTYPE": moves.dtype, "ALIGNMENT": moves.alignment, "PER_UNIT": moves.per_unit}
+    most = min(_MOST_TOKENS, max(1, _MOST_COMPARED // int(triton.next_power_of_2(num_spans))))
+    return tile_of(_ROWS, moves).with_fewer_tokens(min(num_rows, _ROWS), moves, most)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -146,7 +141,7 @@ def compile_cases() -> list[CompileCase]:
         (-1, 0, 32, 2),
     ):
         moves = moves_of(row_bytes, 16)
-        tile = _tile_of(moves)
+        tile = _tile_of(moves, spans)
         constants = {"FILL": fill, "VALUE_BYTES": value_bytes, **moves_constants(moves)}
         constants |= {"TOKENS": tile.tokens, "COLUMNS": tile.columns, "SPANS": spans}
         types |= dict.fromkeys(constants, "constexpr")
@@ -159,4 +154,8 @@ def compile_cases() -> list[CompileCase]:
                 constexprs=constants,
             )
         )
-    return cases
+    cases += varied(cases[0], extreme_moves(lambda moves: _tile_of(moves, 64)))
+    of_short_rows = moves_of(512, 16)
+    return cases + varied(
+        cases[1], ({"SPANS": spans, "TOKENS": _tile_of(of_short_rows, spans).tokens} for spans in (2, 512))
+    )

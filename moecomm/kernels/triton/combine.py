@@ -5,16 +5,19 @@ T tokens   P num_slots   H columns
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.base import weights_dtype
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import CompileCase, varied
 from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded, widened
 from moecomm.kernels.triton.runtime import Addresses, alignment_of, launch, table_of
-from moecomm.kernels.triton.tiles import numbers_of, route_pointers, row_pointers, tile_of
+from moecomm.kernels.triton.tiles import extreme_numbers, numbers_of, route_pointers, row_pointers, tile_of
 
 __all__ = ["combine_rows", "combine_rows_kernel", "compile_cases", "summed_rows"]
 
@@ -143,9 +146,14 @@ def combine_rows(out: Tensor, routes: Tensor, addresses: Addresses, weights: Ten
 
 def compile_cases() -> list[CompileCase]:
     """Every dtype, plain and weighted."""
-    cases = []
+    cases: list[CompileCase] = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        for row_bytes, num_tokens, has_weights in ((14336, 4096, False), (14336, 8, True), (512, 4096, True)):
+        for row_bytes, num_tokens, has_weights in (
+            (14336, 4096, False),
+            (14336, 4096, True),
+            (14336, 8, True),
+            (512, 4096, True),
+        ):
             wide = TRITON_DTYPES[weights_dtype(dtype)]
             moves = numbers_of("a row", dtype, row_bytes, 16)
             tile = tile_of(num_tokens, moves, is_weighted=has_weights)
@@ -160,7 +168,8 @@ def compile_cases() -> list[CompileCase]:
                         "routes": "*i64",
                         "num_slots": "i32",
                         "addresses": "*i64",
-                        "weights": f"*{wide}",
+                        # Any pointer will do where there are none.
+                        "weights": f"*{wide}" if has_weights else "*i64",
                         "HAS_WEIGHTS": "constexpr",
                         "WIDE": "constexpr",
                         "DTYPE": "constexpr",
@@ -179,6 +188,16 @@ def compile_cases() -> list[CompileCase]:
                         "COLUMNS": tile.columns,
                     },
                     moves_rows=True,
+                    # Triton 3.6 spills 16 bytes of this form for sm_100, down to 32 registers; the newest does not.
+                    is_listed=(dtype, row_bytes, num_tokens, has_weights) != (torch.float64, 14336, 4096, True),
                 )
             )
+            if (row_bytes, num_tokens) == (14336, 4096):
+                cases += varied(cases[-1], _extreme(dtype, has_weights))
     return cases
+
+
+def _extreme(dtype: torch.dtype, has_weights: bool) -> list[dict[str, Any]]:
+    """The tiles of the shortest rows, and of a single one of them."""
+    tile = partial(tile_of, is_weighted=has_weights)
+    return [extreme_numbers(dtype, partial(tile, num_tokens))[-1] for num_tokens in (4096, 1)]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 from moecomm.kernels import triton as kernels
 
-__all__ = ["CompileCase", "all_cases"]
+__all__ = ["LISTED_RANKS", "NUMBERS_OF_RANKS", "CompileCase", "all_cases", "varied"]
+
+NUMBERS_OF_RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""For which kernels are compiled that hold something of all ranks at once, rounded up to a power of two."""
+
+LISTED_RANKS = (8, 128)
+"""Those of them that the table shows."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +30,13 @@ class CompileCase:
         constexprs: value of each argument whose type is "constexpr".
         num_warps: as it is launched.
         num_stages: as it is launched.
+        max_registers: of a thread, as it is launched; None = the compiler decides.
         moves_rows: its rows must be loaded and stored 16 bytes at a time; narrower accesses are an error.
         attrs: arguments known to be divisible, with the divisor (16); None where nothing is known.
         min_capability: the lowest compute capability that it is for: 80, 90 or 100.
+        is_measured: it is launched only where a measurement found it to be the fastest; it may spill registers then.
+        is_listed: whether the table shows it; a form that differs from one there in a size or a dtype alone need not
+            be, and is compiled for one GPU.
     """
 
     name: str
@@ -34,9 +45,36 @@ class CompileCase:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int | None = None
     moves_rows: bool = False
     attrs: dict[str, int] | None = None
     min_capability: int = 80
+    is_measured: bool = False
+    is_listed: bool = True
+
+
+def varied(case: CompileCase, changes: Iterable[dict[str, Any]]) -> list[CompileCase]:
+    """The case with other values for some of its constants, as often as they are others; the table does not show these.
+
+    `moves_rows` is not asked of rows whose addresses are no multiples of 16, nor of tiles without 16 bytes per thread.
+    """
+    cases = []
+    for change in changes:
+        constexprs = {**case.constexprs, **change}
+        if constexprs != case.constexprs:
+            what = ", ".join(f"{name} {value}" for name, value in change.items())
+            moves_rows = case.moves_rows and _has_wide_pieces(constexprs, case.num_warps)
+            name = f"{case.name}; {what}"
+            cases.append(replace(case, name=name, constexprs=constexprs, moves_rows=moves_rows, is_listed=False))
+    return cases
+
+
+def _has_wide_pieces(constexprs: dict[str, Any], num_warps: int) -> bool:
+    if constexprs.get("ALIGNMENT", 16) < 16:
+        return False
+    tile: int = constexprs.get("BLOCK", constexprs.get("TOKENS", 0) * constexprs.get("COLUMNS", 0))
+    per_unit: int = constexprs.get("PER_UNIT", 8)
+    return tile == 0 or tile >= 32 * num_warps * per_unit
 
 
 def all_cases() -> list[CompileCase]:

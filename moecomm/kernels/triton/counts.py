@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import CompileCase, varied
 from moecomm.kernels.triton.runtime import launch, num_blocks
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "compile_cases",
     "count_by_expert",
     "count_by_rank",
+    "extreme_rank_tiles",
     "rank_tile",
     "ranks_of_tokens",
 ]
@@ -61,6 +62,12 @@ def rank_tile(num_topk: int, num_ranks: int) -> RankTile:
     choices = triton.next_power_of_2(max(1, num_topk))
     ranks = min(16, triton.next_power_of_2(max(1, num_ranks)))
     return RankTile(max(1, min(128, _ELEMENTS // (choices * ranks))), choices, ranks)
+
+
+def extreme_rank_tiles() -> list[dict[str, int]]:
+    """TOKENS, CHOICES and RANKS for few and many choices and ranks, for compile cases."""
+    tiles = [rank_tile(num_topk, num_ranks) for num_topk in (1, 16) for num_ranks in (1, 16)]
+    return [{"TOKENS": tile.tokens, "CHOICES": tile.choices, "RANKS": tile.ranks} for tile in tiles]
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_experts"])
@@ -182,7 +189,7 @@ def _summed(counts: Tensor, totals: Tensor | None) -> Counted:
 
 def compile_cases() -> list[CompileCase]:
     """Ids of both widths."""
-    cases = []
+    cases: list[CompileCase] = []
     for ids in ("*i32", "*i64"):
         tile = rank_tile(8, 8)
         cases += [
@@ -230,4 +237,4 @@ def compile_cases() -> list[CompileCase]:
         },
         constexprs={"BLOCKS": _BLOCKS, "COLUMNS": 64},
     )
-    return [*cases, scan]
+    return [*cases, scan, *varied(cases[-1], extreme_rank_tiles()), *varied(scan, [{"COLUMNS": 1}])]

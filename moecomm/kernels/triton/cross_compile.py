@@ -82,6 +82,8 @@ def cross_compile(
         "num_stages": case.num_stages,
         "enable_fp_fusion": False,
     }
+    if case.max_registers is not None:
+        options["maxnreg"] = case.max_registers
     key = [triton.__version__, source.hash(), case.name, capability, dict(options)]
     if libraries:
         options["extern_libs"] = dict(libraries)

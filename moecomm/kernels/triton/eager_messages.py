@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moecomm.kernels.triton.compile_case import CompileCase
-from moecomm.kernels.triton.counts import IDS, rank_tile, ranks_of_tokens
+from moecomm.kernels.triton.compile_case import CompileCase, varied
+from moecomm.kernels.triton.counts import IDS, extreme_rank_tiles, rank_tile, ranks_of_tokens
 from moecomm.kernels.triton.runtime import launch, num_blocks
 
 __all__ = ["compile_cases", "count_messages", "row_sources"]
@@ -164,7 +164,7 @@ def compile_cases() -> list[CompileCase]:
         row_sources_kernel: {"TOKENS": rank_tile(8, 1).tokens, "CHOICES": 8},
     }
     types = {**ints, **pointers, **rows}
-    return [
+    cases = [
         CompileCase(
             name=kernel.__name__.removesuffix("_kernel"),
             kernel=kernel,
@@ -173,3 +173,7 @@ def compile_cases() -> list[CompileCase]:
         )
         for kernel, constants in kernels.items()
     ]
+    _, of_ranks, of_rows = cases
+    tiles = [rank_tile(num_topk, 1) for num_topk in (1, 16)]
+    cases += varied(of_rows, ({"TOKENS": tile.tokens, "CHOICES": tile.choices} for tile in tiles))
+    return cases + varied(of_ranks, extreme_rank_tiles())

@@ -62,10 +62,10 @@ def far_wait(wire: Wire, slot: int, at_least: int | Tensor, *, status: Tensor, t
 
 
 def linked_cases() -> list[CompileCase]:
-    """For up to 8 ranks, and both kinds of value."""
+    """For two ranks and for up to 128, and both kinds of value."""
     return [
         CompileCase(
-            name=f"far_wait 8 ranks{', value in memory' if from_memory else ''}",
+            name=f"far_wait {ranks} ranks{', value in memory' if from_memory else ''}",
             kernel=far_wait_kernel,
             signature={
                 **dict.fromkeys(["board", "slot", "at_least", "timeout_ns"], "i64"),
@@ -73,7 +73,8 @@ def linked_cases() -> list[CompileCase]:
                 "num_ranks": "i32",
                 **dict.fromkeys(["FROM_MEMORY", "RANKS"], "constexpr"),
             },
-            constexprs={"FROM_MEMORY": from_memory, "RANKS": 8},
+            constexprs={"FROM_MEMORY": from_memory, "RANKS": ranks},
         )
+        for ranks in (2, 128)
         for from_memory in (False, True)
     ]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import CompileCase, varied
 from moecomm.kernels.triton.lanes import unless_failed
 from moecomm.kernels.triton.runtime import Addresses, alignment_of, launch, num_blocks, table_of
 from moecomm.kernels.triton.tiles import numbers_of
@@ -210,14 +210,17 @@ def compile_cases() -> list[CompileCase]:
         "CHOICES": "constexpr",
     }
     tile = {"TOKENS": tokens, "CHOICES": choices}
-    cases = []
+    cases: list[CompileCase] = []
     for ids in ("*i32", "*i64"):
         for value_bytes, bits, has_status in (
             (0, ids, False),
             (4, "*i32", False),
             (8, "*i64", False),
             (4, "*i32", True),
+            (0, ids, True),
+            (8, "*i64", True),
         ):
+            is_listed = value_bytes == 4 or not has_status
             cases.append(
                 CompileCase(
                     name=f"push_flat {ids} with weights of {value_bytes} bytes"
@@ -235,6 +238,7 @@ def compile_cases() -> list[CompileCase]:
                         "VALUE_BYTES": "constexpr",
                     },
                     constexprs={**tile, "VALUE_BYTES": value_bytes, "HAS_STATUS": has_status},
+                    is_listed=is_listed,
                 )
             )
             if value_bytes:
@@ -246,6 +250,8 @@ def compile_cases() -> list[CompileCase]:
                         kernel=pull_flat_kernel,
                         signature={**common, "ids": ids, **places},
                         constexprs={**tile, "HAS_STATUS": has_status},
+                        is_listed=is_listed,
                     )
                 )
-    return cases
+    tiles = [dict(zip(tile, _tile(num_topk), strict=True)) for num_topk in (1, 16)]
+    return cases + varied(cases[-1], tiles) + varied(cases[-2], tiles)

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import CompileCase, varied
 from moecomm.kernels.triton.rounding import rounded, widened
 from moecomm.kernels.triton.runtime import launch
 
 __all__ = ["compile_cases", "sum_gathered_rows", "sum_routed_rows", "sum_rows_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def sum_rows_kernel(
     rows_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -113,7 +113,7 @@ def compile_cases() -> list[CompileCase]:
         "BLOCK": "constexpr",
     }
     aligned = ("rows_ptr", "out_ptr", "num_columns", "stride_rows", "stride_out")
-    return [
+    cases = [
         CompileCase(
             name=f"sum_gathered_rows {dtype}",
             kernel=sum_rows_kernel,
@@ -124,3 +124,4 @@ def compile_cases() -> list[CompileCase]:
         )
         for dtype in ("bf16", "fp16", "fp32")
     ]
+    return cases + varied(cases[0], [{"BLOCK": 1}])

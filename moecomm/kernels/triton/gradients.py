@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moecomm.kernels.base import NUM_DOT_LANES, weights_dtype
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import CompileCase, varied
 from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded, widened
 from moecomm.kernels.triton.runtime import alignment_of, launch, num_blocks
 from moecomm.kernels.triton.tiles import Moves, numbers_of, row_pointers
@@ -92,7 +92,7 @@ def _constants(moves: Moves) -> dict[str, object]:
 
 def compile_cases() -> list[CompileCase]:
     """Every dtype."""
-    cases = []
+    cases: list[CompileCase] = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         wide = f"*{TRITON_DTYPES[weights_dtype(dtype)]}"
         constants = _constants(numbers_of("a row", dtype, 4096, 16))
@@ -114,4 +114,5 @@ def compile_cases() -> list[CompileCase]:
                 moves_rows=True,
             )
         )
+        cases += varied(cases[-1], [_constants(numbers_of("a row", dtype, dtype.itemsize, dtype.itemsize))])
     return cases

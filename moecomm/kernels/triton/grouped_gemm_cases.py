@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton.language as tl
 
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import CompileCase, varied
 from moecomm.kernels.triton.grouped_gemm_rows import multiply_rows_kernel
 from moecomm.kernels.triton.grouped_gemm_weights import weight_gradient_kernel
 from moecomm.kernels.triton.tile_shapes import TileShape, candidate_shapes, default_shape
@@ -25,58 +27,142 @@ _BLOCK_EXPERTS = 64
 
 
 def compile_cases() -> list[CompileCase]:
-    """Every product of a forward and a backward, in the tile shapes that are taken unmeasured."""
+    """Every product of a forward and a backward, in the tile shapes that are taken unmeasured; the others for bf16."""
     cases = []
     for dtype in _TYPES:
-        cases += _rows("grouped_gemm", dtype, "plain", _TRAINING)
-        cases += _rows("grouped_gemm data gradient", dtype, "plain", _TRAINING, of_columns=True)
-        cases += _rows("grouped_gemm swiglu", dtype, "swiglu", _TRAINING, also=("hidden_ptr",))
-        cases += _rows(
-            "grouped_gemm swiglu backward",
+        cases += _products(dtype)
+        cases += [dataclasses.replace(case, is_listed=dtype == "bf16") for case in _options(dtype)]
+        if dtype != "fp16":  # of which compilers make what they make of bf16
+            cases += [dataclasses.replace(case, is_listed=False) for case in _further(dtype)]
+            plain = _rows("grouped_gemm", dtype, "plain", _TRAINING)[0]
+            cases += varied(plain, [{"CLEARS_PADDING": False, "CLEARS_TAIL": False}])
+    for case in [case for case in _products("bf16") if "BLOCK_EXPERTS" in case.constexprs]:
+        cases += varied(case, [{"BLOCK_EXPERTS": 2}, {"BLOCK_EXPERTS": 512}, {"EVEN_INNER": False}])
+    measured = [case for dtype in ("bf16", "fp32") for case in _candidates(dtype)]
+    return cases + [case for case in measured if not any(_is_same(case, one) for one in cases)]
+
+
+def _products(dtype: str) -> list[CompileCase]:
+    backward = ("hidden_ptr", "activation_ptr")
+    return [
+        *_rows("grouped_gemm", dtype, "plain", _TRAINING),
+        *_rows("grouped_gemm data gradient", dtype, "plain", _TRAINING, of_columns=True),
+        *_rows("grouped_gemm swiglu", dtype, "swiglu", _TRAINING, also=("hidden_ptr",)),
+        *_rows("grouped_gemm swiglu backward", dtype, "swiglu_backward", _TRAINING, of_columns=True, also=backward),
+        *_weights("grouped_gemm weight gradient", dtype),
+    ]
+
+
+def _options(dtype: str) -> list[CompileCase]:
+    """Few rows; rows gathered and weighted; slabs; descriptors, where there can be any."""
+    gathered = ("hidden_ptr", "row_idx_ptr", "row_weights_ptr")
+    weighted = ("hidden_ptr", "activation_ptr", "row_weights_ptr", "partial_ptr")
+    cases = [
+        *_rows("grouped_gemm decode", dtype, "plain", _DECODE),
+        *_rows("grouped_gemm swiglu decode", dtype, "swiglu", _DECODE),
+        *_rows("grouped_gemm swiglu gathered weighted", dtype, "swiglu", _TRAINING, also=gathered),
+        *_rows(
+            "grouped_gemm swiglu backward weighted",
+            dtype,
+            "swiglu_backward",
+            _TRAINING,
+            of_columns=True,
+            also=weighted,
+        ),
+        *_weights("grouped_gemm weight gradient gathered", dtype, also=("row_idx_ptr",)),
+        *_rows("grouped_gemm slab", dtype, "plain", _DECODE, is_slab=True),
+    ]
+    return cases + _described_products(dtype) if _TYPES[dtype][0].itemsize == 2 else cases
+
+
+def _further(dtype: str) -> list[CompileCase]:
+    """Slabs, and weights of rows that are not gathered, by pointers and by descriptors."""
+    cases = varied(_rows("grouped_gemm slab", dtype, "plain", _DECODE, is_slab=True)[0], [{"CLEARS_PADDING": False}])
+    pointers = ("hidden_ptr", "activation_ptr")
+    backward: dict[str, Any] = {"of_columns": True, "also": pointers}
+    weighted: dict[str, Any] = {"of_columns": True, "also": (*pointers, "row_weights_ptr", "partial_ptr")}
+    for is_described in (False, True) if _TYPES[dtype][0].itemsize == 2 else (False,):
+        name = f"grouped_gemm{' descriptors' * is_described}"
+        num_rows = _TRAINING if is_described else _DECODE
+        how: dict[str, Any] = {"is_described": is_described}
+        also: tuple[str, ...] = ("hidden_ptr", "row_weights_ptr")
+        cases += _rows(f"{name} swiglu weighted", dtype, "swiglu", _TRAINING, also=also, **how)
+        # Without a backward nothing is kept for it.
+        also = ("row_weights_ptr",)
+        cases += _rows(f"{name} swiglu weighted, nothing kept", dtype, "swiglu", num_rows, also=also, **how)
+        if is_described:
+            cases += _rows(f"{name} swiglu, nothing kept", dtype, "swiglu", num_rows, **how)
+        else:
+            also = ("row_idx_ptr", "row_weights_ptr")
+            cases += _rows(f"{name} swiglu gathered weighted, nothing kept", dtype, "swiglu", num_rows, also=also)
+        how = {"is_slab": True, **how}
+        cases += _rows(f"{name} slab swiglu", dtype, "swiglu", num_rows, also=("hidden_ptr",), **how)
+        cases += _rows(f"{name} slab swiglu, nothing kept", dtype, "swiglu", num_rows, **how)
+        cases += _rows(f"{name} slab swiglu backward", dtype, "swiglu_backward", num_rows, **backward, **how)
+        cases += _rows(f"{name} slab data gradient", dtype, "plain", num_rows, of_columns=True, **how)
+        cases += _weights(f"{name} slab weight gradient", dtype, **how)
+        if is_described:
+            slab = _rows(f"{name} slab", dtype, "plain", num_rows, **how)
+            cases += slab + varied(slab[0], [{"CLEARS_PADDING": False}])
+            plain = _rows(name, dtype, "plain", _TRAINING, is_described=True)
+            cases += varied(plain[0], [{"CLEARS_PADDING": False, "CLEARS_TAIL": False}])
+            name = f"{name} swiglu backward weighted"
+            cases += _rows(name, dtype, "swiglu_backward", _TRAINING, is_described=True, **weighted)
+    return cases
+
+
+def _described_products(dtype: str) -> list[CompileCase]:
+    described: dict[str, Any] = {"is_described": True}
+    return [
+        *_rows("grouped_gemm descriptors", dtype, "plain", _TRAINING, **described),
+        *_rows("grouped_gemm descriptors data gradient", dtype, "plain", _TRAINING, of_columns=True, **described),
+        *_rows("grouped_gemm descriptors swiglu", dtype, "swiglu", _TRAINING, also=("hidden_ptr",), **described),
+        *_rows(
+            "grouped_gemm descriptors swiglu backward",
             dtype,
             "swiglu_backward",
             _TRAINING,
             of_columns=True,
             also=("hidden_ptr", "activation_ptr"),
-        )
-        cases += _weights("grouped_gemm weight gradient", dtype)
-    cases += _rows("grouped_gemm decode", "bf16", "plain", _DECODE)
-    cases += _rows("grouped_gemm swiglu decode", "bf16", "swiglu", _DECODE)
-    cases += _rows(
-        "grouped_gemm swiglu gathered weighted",
-        "bf16",
-        "swiglu",
-        _TRAINING,
-        also=("hidden_ptr", "row_idx_ptr", "row_weights_ptr"),
-    )
-    cases += _rows(
-        "grouped_gemm swiglu backward weighted",
-        "bf16",
-        "swiglu_backward",
-        _TRAINING,
-        of_columns=True,
-        also=("hidden_ptr", "activation_ptr", "row_weights_ptr", "partial_ptr"),
-    )
-    cases += _weights("grouped_gemm weight gradient gathered", "bf16", also=("row_idx_ptr",))
-    cases += _rows("grouped_gemm slab", "bf16", "plain", _DECODE, is_slab=True)
-    cases += _rows("grouped_gemm descriptors", "bf16", "plain", _TRAINING, is_described=True)
-    cases += _rows(
-        "grouped_gemm descriptors data gradient", "bf16", "plain", _TRAINING, of_columns=True, is_described=True
-    )
-    cases += _rows(
-        "grouped_gemm descriptors swiglu", "bf16", "swiglu", _TRAINING, also=("hidden_ptr",), is_described=True
-    )
-    cases += _rows(
-        "grouped_gemm descriptors swiglu backward",
-        "bf16",
-        "swiglu_backward",
-        _TRAINING,
-        of_columns=True,
-        also=("hidden_ptr", "activation_ptr"),
-        is_described=True,
-    )
-    cases += _weights("grouped_gemm descriptors weight gradient", "bf16", is_described=True)
+            **described,
+        ),
+        *_weights("grouped_gemm descriptors weight gradient", dtype, **described),
+    ]
+
+
+def _candidates(dtype: str) -> list[CompileCase]:
+    """Every product of a backward and a forward in shapes that may be measured, for capability 90.
+
+    Of shapes that differ in how many stages there are, the deepest; for few rows and for many.
+    """
+    backward: dict[str, Any] = {"of_columns": True, "also": ("hidden_ptr", "activation_ptr")}
+    products: dict[str, Callable[..., list[CompileCase]]] = {
+        "plain": partial(_rows, "grouped_gemm", dtype, "plain", _TRAINING),
+        "swiglu": partial(_rows, "grouped_gemm swiglu", dtype, "swiglu", _TRAINING, also=("hidden_ptr",)),
+        "swiglu_backward": partial(
+            _rows, "grouped_gemm swiglu backward", dtype, "swiglu_backward", _TRAINING, **backward
+        ),
+        "weights": partial(_weights, "grouped_gemm weight gradient", dtype),
+    }
+    cases = []
+    for kind, product in products.items():
+        found: list[TileShape] = []
+        for rows_per_expert in (16, 64, _TRAINING):
+            itemsize = _TYPES[dtype][0].itemsize
+            found += candidate_shapes(kind, itemsize, rows_per_expert, 90, allows_descriptors=True)
+        found.sort(key=lambda shape: shape.num_stages)
+        # How many programs there are is nothing that a kernel knows.
+        shapes = {dataclasses.replace(shape, programs_per_sm=1, num_stages=1): shape for shape in found}
+        for is_described in (False, True):
+            chosen = [shape for shape in shapes.values() if shape.uses_descriptors is is_described]
+            cases += product(shapes=chosen, is_described=is_described)
     return cases
+
+
+def _is_same(one: CompileCase, other: CompileCase) -> bool:
+    """Whether the same is compiled."""
+    one, other = (dataclasses.replace(case, name="", is_listed=True, min_capability=80) for case in (one, other))
+    return one == dataclasses.replace(other, is_measured=one.is_measured)
 
 
 def _rows(
@@ -89,6 +175,7 @@ def _rows(
     is_slab: bool = False,
     is_described: bool = False,
     also: tuple[str, ...] = (),
+    shapes: list[TileShape] | None = None,
 ) -> list[CompileCase]:
     """The forms of `multiply_rows_kernel`.
 
@@ -96,6 +183,7 @@ def _rows(
         of_columns: columns of the weight are contiguous, otherwise its inner dim.
         is_described: operands come by tensor descriptors.
         also: optional pointers that are given.
+        shapes: which are measured; None = those that are taken unmeasured.
     """
     given = ("x_ptr", "weight_ptr", "out_ptr", "counts_ptr" if is_slab else "offsets_ptr", *also)
     contiguous = "stride_weight_column" if of_columns else "stride_weight_inner"
@@ -119,18 +207,30 @@ def _rows(
             contiguous: 1,
         }
 
-    shapes = _shapes(epilogue, dtype, rows_per_expert, is_described)
     sizes = ("num_inner", "num_columns")
-    cases = _cases(name, multiply_rows_kernel, dtype, shapes, given, sizes, constexprs)
+    if shapes is None:
+        by_capability = _shapes(epilogue, dtype, rows_per_expert, is_described)
+        cases = _cases(name, multiply_rows_kernel, dtype, by_capability, given, sizes, constexprs)
+    else:
+        cases = _measured_cases(name, multiply_rows_kernel, dtype, shapes, given, sizes, constexprs)
     if not is_described:
         return cases
     weight = ("INNER", "COLUMNS") if of_columns else ("COLUMNS", "INNER")
     return [_described(case, dtype, {"x_ptr": ("ROWS", "INNER"), "weight_ptr": weight}) for case in cases]
 
 
-def _weights(name: str, dtype: str, *, is_described: bool = False, also: tuple[str, ...] = ()) -> list[CompileCase]:
+def _weights(
+    name: str,
+    dtype: str,
+    *,
+    is_slab: bool = False,
+    is_described: bool = False,
+    also: tuple[str, ...] = (),
+    shapes: list[TileShape] | None = None,
+) -> list[CompileCase]:
+    """The forms of `weight_gradient_kernel`; arguments as for `_rows`."""
     blocks = ("left_blocks", "right_blocks") if is_described else ()
-    given = ("left_ptr", "right_ptr", "out_ptr", "offsets_ptr", *blocks, *also)
+    given = ("left_ptr", "right_ptr", "out_ptr", "counts_ptr" if is_slab else "offsets_ptr", *blocks, *also)
 
     def constexprs(shape: TileShape) -> dict[str, Any]:
         return {
@@ -143,8 +243,11 @@ def _weights(name: str, dtype: str, *, is_described: bool = False, also: tuple[s
         }
 
     sizes = ("num_left", "num_right")
-    shapes = _shapes("weights", dtype, _TRAINING, is_described)
-    cases = _cases(name, weight_gradient_kernel, dtype, shapes, given, sizes, constexprs)
+    if shapes is None:
+        by_capability = _shapes("weights", dtype, _TRAINING, is_described)
+        cases = _cases(name, weight_gradient_kernel, dtype, by_capability, given, sizes, constexprs)
+    else:
+        cases = _measured_cases(name, weight_gradient_kernel, dtype, shapes, given, sizes, constexprs)
     if not is_described:
         return cases
     described = {"left_blocks": ("ROWS", "LEFT"), "right_blocks": ("ROWS", "RIGHT")}
@@ -197,6 +300,16 @@ def _cases(
             min_capability=capability,
         )
     return list(cases.values())
+
+
+def _measured_cases(name: str, kernel: Any, dtype: str, shapes: list[TileShape], *rest: Any) -> list[CompileCase]:
+    """One case for each shape, named after all of it."""
+    cases = []
+    for shape in shapes:
+        for case in _cases(name, kernel, dtype, {90: shape}, *rest):
+            how = f"{', descriptors' * shape.uses_descriptors}, {shape.num_warps} warps, {shape.num_stages} stages"
+            cases.append(dataclasses.replace(case, name=case.name + how, is_measured=True, is_listed=False))
+    return cases
 
 
 def _described(case: CompileCase, dtype: str, blocks: dict[str, tuple[str, str]]) -> CompileCase:

@@ -10,8 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moecomm.kernels.triton.compile_case import CompileCase
-from moecomm.kernels.triton.counts import IDS, count_by_expert, count_by_rank, rank_tile, ranks_of_tokens
+from moecomm.kernels.triton.compile_case import CompileCase, varied
+from moecomm.kernels.triton.counts import (
+    IDS,
+    count_by_expert,
+    count_by_rank,
+    extreme_rank_tiles,
+    rank_tile,
+    ranks_of_tokens,
+)
 from moecomm.kernels.triton.runtime import launch
 
 __all__ = ["compile_cases", "plan_by_expert", "plan_by_rank", "route_by_expert", "route_by_rank"]
@@ -118,7 +125,7 @@ def route_by_rank(ids: Tensor, expert_rank: Tensor, bases: Tensor, before: Tenso
 
 def compile_cases() -> list[CompileCase]:
     """Ids of both widths."""
-    cases = []
+    cases: list[CompileCase] = []
     for ids in ("*i32", "*i64"):
         tile = rank_tile(8, 8)
         common = {
@@ -151,4 +158,4 @@ def compile_cases() -> list[CompileCase]:
                 constexprs={"TOKENS": tile.tokens, "CHOICES": tile.choices, "RANKS": tile.ranks},
             ),
         ]
-    return cases
+    return cases + varied(cases[-1], extreme_rank_tiles())

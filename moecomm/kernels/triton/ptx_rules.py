@@ -37,15 +37,17 @@ class _State(NamedTuple):
     ended: Instruction | None = None
 
 
-def release_faults(ptx: str) -> list[str]:
+def release_faults(ptx: str, kernel: str = "") -> list[str]:
     """Every release that some path reaches from a store with no block barrier between; empty = none.
+
+    `kernel`: the only function that is looked at, where the others are a library's; "" = all are.
 
     A store or relaxed atomic through a global or generic address counts, whichever thread makes it. A bulk store must
     have been waited for (`cp.async.bulk.wait_group 0`, not `.read`), with a barrier behind the wait. A fence is
     a release, since a signal may follow it. A release whose scope is the block concerns nobody else.
     """
     faults: list[str] = []
-    for function in parse(ptx):
+    for function in _functions(ptx, kernel):
         for instruction, before in _reached(function):
             if not instruction.is_release:
                 continue
@@ -57,14 +59,16 @@ def release_faults(ptx: str) -> list[str]:
     return faults
 
 
-def acquire_faults(ptx: str) -> list[str]:
+def acquire_faults(ptx: str, kernel: str = "") -> list[str]:
     """Every access of rows that some path reaches from an acquire with no block barrier between; empty = none.
+
+    `kernel`: as for `release_faults`.
 
     That is: plain loads, and stores of 16 bytes or more (narrower ones may be the report of the thread that waited).
     A kernel that acquires also must not load through the read-only path (`ld.global.nc`), which nothing orders.
     """
     faults: list[str] = []
-    for function in parse(ptx):
+    for function in _functions(ptx, kernel):
         for instruction, before in _reached(function):
             is_load = instruction.is_load and not instruction.is_acquire
             is_row = (instruction.is_store and instruction.width >= _ROW_WIDTH) or instruction.is_bulk_store
@@ -89,7 +93,7 @@ def network_faults(ptx: str) -> list[str]:
             continue
         for instruction, before in _reached(function):
             called = _network_call(instruction)
-            if instruction.opcode == "call" and not called and not _is_harmless(instruction):
+            if instruction.opcode == "call" and not _is_harmless(instruction):
                 faults.append(f"{function.name}: what is called is not looked at: {instruction}")
             stored = before.stored or before.bulk or before.acquired
             if called and called not in _ENDS_EARLIER_PUTS and stored is not None:
@@ -123,16 +127,24 @@ def width_faults(ptx: str) -> list[str]:
     return faults
 
 
-def spill_faults(ptxas_log: str) -> list[str]:
+def spill_faults(ptxas_log: str, kernel: str = "") -> list[str]:
     """The lines of `ptxas -v` that tell of spilled registers; empty = none.
+
+    `kernel`: as for `release_faults`.
 
     Raises:
         ValueError: the text says nothing about spills.
     """
+    if kernel:
+        ptxas_log = "".join(re.findall(rf"Function properties for {re.escape(kernel)}\b[^\n]*\n[^\n]*", ptxas_log))
     found = list(_SPILLS.finditer(ptxas_log))
     if not found:
         raise ValueError("this is not what `ptxas -v` says: it has no line on spills")
     return [one[0] for one in found if int(one[1]) or int(one[2])]
+
+
+def _functions(ptx: str, kernel: str) -> list[Function]:
+    return [function for function in parse(ptx) if kernel in ("", function.name)]
 
 
 def _reached(function: Function) -> list[tuple[Instruction, _State]]:
@@ -195,4 +207,5 @@ def _calls(function: Function, concerns: Callable[[Instruction], bool]) -> list[
 
 
 def _is_harmless(call: Instruction) -> bool:
-    return any(name in call.operands for name in _HARMLESS_CALLS)
+    """Whether it touches nothing of others, or `network_faults` looks at it."""
+    return bool(_network_call(call)) or any(name in call.operands for name in _HARMLESS_CALLS)

@@ -12,12 +12,20 @@ from torch import Tensor
 
 from moecomm.kernels.base import weights_dtype
 from moecomm.kernels.cuda.push_bulk import launch_bulk_push
-from moecomm.kernels.triton.compile_case import CompileCase
+from moecomm.kernels.triton.compile_case import CompileCase, varied
 from moecomm.kernels.triton.lanes import unless_failed
 from moecomm.kernels.triton.push_engines import PushCase, engines
 from moecomm.kernels.triton.rounding import TRITON_DTYPES, rounded, widened
 from moecomm.kernels.triton.runtime import Addresses, alignment_of, launch, table_of
-from moecomm.kernels.triton.tiles import moves_of, numbers_of, route_pointers, row_pointers, tile_of
+from moecomm.kernels.triton.tiles import (
+    extreme_moves,
+    extreme_numbers,
+    moves_of,
+    numbers_of,
+    route_pointers,
+    row_pointers,
+    tile_of,
+)
 
 __all__ = [
     "compile_cases",
@@ -253,7 +261,7 @@ def compile_cases() -> list[CompileCase]:
         "TOKENS": "constexpr",
         "COLUMNS": "constexpr",
     }
-    cases = []
+    cases: list[CompileCase] = []
     for row_bytes, alignment, has_sources, num_tokens, has_status in (
         (14336, 16, False, 4096, False),
         (14336, 16, False, 4096, True),
@@ -284,6 +292,10 @@ def compile_cases() -> list[CompileCase]:
                 moves_rows=alignment == 16,
             )
         )
+    # What is left: other alignments, the shortest rows, a single one.
+    known = [case.constexprs for case in cases]
+    extreme = [*extreme_moves(lambda moves: tile_of(4096, moves)), *extreme_moves(lambda moves: tile_of(1, moves))[-1:]]
+    cases += [one for one in varied(cases[0], extreme) if one.constexprs not in known]
     kinds = [(dtype, False) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
     for dtype, has_status in (*kinds, (torch.bfloat16, True)):
         moves = numbers_of("a row", dtype, 4096, 16)
@@ -305,4 +317,9 @@ def compile_cases() -> list[CompileCase]:
                 moves_rows=True,
             )
         )
+        if not has_status:
+            case, has_its_own = cases[-1], dtype is torch.bfloat16
+            cases += varied(case, extreme_numbers(dtype, lambda moves: tile_of(4096, moves)))
+            cases += varied(case, extreme_numbers(dtype, lambda moves: tile_of(1, moves))[1:])
+            cases += varied(case, [{"HAS_STATUS": not has_its_own}])
     return cases

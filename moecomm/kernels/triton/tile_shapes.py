@@ -90,10 +90,11 @@ def candidate_shapes(
     """
     if itemsize == 4:
         shapes = [TileShape(64, 64, 32, 8, 3), TileShape(128, 64, 16, 8, 3), TileShape(32, 64, 32, 4, 3)]
-        if kind == "swiglu":
-            shapes.insert(0, TileShape(64, 64, 16, 8, 3))  # two accumulators: more spills with some compilers
+        if kind in ("swiglu", "weights"):
+            # Two accumulators, or rows that are gathered: more spills with some compilers.
+            shapes.insert(0, TileShape(64, 64, 16, 8, 3))
         if kind != "weights" and rows_per_expert <= 16:
-            shapes.insert(0, TileShape(16, 64, 32, 4, 3, 2))
+            shapes.insert(0, TileShape(16, 64, 32, 8 if kind == "swiglu" else 4, 3, 2))
     elif kind == "weights":
         shapes = [TileShape(128, 128, 64, 8, 3), TileShape(128, 256, 64, 8, 3), TileShape(128, 128, 64, 4, 3)]
         shapes += [TileShape(128, 128, 32, 8, 4, 2), TileShape(64, 128, 32, 4, 4, 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,18 @@ import triton.language as tl
 from moecomm.kernels.triton.rounding import TRITON_DTYPES
 from moecomm.kernels.triton.runtime import num_blocks
 
-__all__ = ["Moves", "Tile", "moves_of", "numbers_of", "route_pointers", "row_pointers", "tile_of"]
+__all__ = [
+    "Moves",
+    "Tile",
+    "extreme_moves",
+    "extreme_numbers",
+    "moves_constants",
+    "moves_of",
+    "numbers_of",
+    "route_pointers",
+    "row_pointers",
+    "tile_of",
+]
 
 _MANY_TOKENS = 512
 _MOST_COLUMNS = 4096  # a thread of 128 keeps its part in registers
@@ -56,12 +68,22 @@ def numbers_of(name: str, dtype: torch.dtype, row_bytes: int, alignment: int) ->
     return Moves(TRITON_DTYPES[dtype], alignment, alignment // dtype.itemsize, row_bytes // alignment)
 
 
+def moves_constants(moves: Moves) -> dict[str, Any]:
+    """DTYPE, ALIGNMENT and PER_UNIT of kernels that move rows."""
+    return {"DTYPE": moves.dtype, "ALIGNMENT": moves.alignment, "PER_UNIT": moves.per_unit}
+
+
 class Tile(NamedTuple):
     """Tokens and columns of one program, powers of two, and how many programs it takes."""
 
     tokens: int
     columns: int
     num_programs: int
+
+    def with_fewer_tokens(self, num_tokens: int, moves: Moves, most: int) -> Tile:
+        """The same for at most so many tokens of each program, a power of two."""
+        tokens = min(self.tokens, most)
+        return Tile(tokens, self.columns, num_blocks(num_tokens, tokens) * num_blocks(moves.num_columns, self.columns))
 
 
 def tile_of(num_tokens: int, moves: Moves, *, is_weighted: bool = False) -> Tile:
@@ -76,6 +98,23 @@ def tile_of(num_tokens: int, moves: Moves, *, is_weighted: bool = False) -> Tile
     columns = min(elements, triton.next_power_of_2(max(1, moves.num_columns)))
     tokens = min(elements // columns, _MOST_TOKENS, triton.next_power_of_2(max(1, num_tokens)))
     return Tile(tokens, columns, num_blocks(num_tokens, tokens) * num_blocks(moves.num_columns, columns))
+
+
+def extreme_moves(tile: Callable[[Moves], Tile]) -> list[dict[str, Any]]:
+    """Constants of kernels that move bytes: long rows and the shortest, at every alignment, in the tile of each."""
+    rows = ((14336, 16), (16, 16), (14336, 8), (14336, 4), (14336, 2), (14331, 1), (1, 1))
+    return [_constants(moves_of(*one), tile) for one in rows]
+
+
+def extreme_numbers(dtype: torch.dtype, tile: Callable[[Moves], Tile]) -> list[dict[str, Any]]:
+    """The same of kernels that compute with rows of this dtype: long rows, and rows of one number."""
+    rows = ((14336, 16), (dtype.itemsize, dtype.itemsize))
+    return [_constants(numbers_of("a row", dtype, *one), tile) for one in rows]
+
+
+def _constants(moves: Moves, tile: Callable[[Moves], Tile]) -> dict[str, Any]:
+    tokens, columns, _ = tile(moves)
+    return {**moves_constants(moves), "TOKENS": tokens, "COLUMNS": columns}
 
 
 @triton.jit
