@@ -4,15 +4,20 @@ dispatch  announce, grant  as in rendezvous.py; with the counts come those by do
                            for what passes through it
           cross            all places known: pack what goes to other domains, put it to my rails; beside that, write
                            what stays in my domain
-          forward          piece by piece, as all have put it: find the places of the rows of those whose rail I am,
-                           write them there
+          forward          source by source, as its host has given its device the puts: behind each piece of them, find
+                           the places of its rows and write them there
           arrive           as there
 combine   as in rendezvous.py: a row per route, from rank to rank
 with a    ready            as there
 sum per   ask              all are ready: put ids and weights of my tokens to my rail in each domain
-domain    answer           all have asked: sum those tokens' rows in my domain, put the sums home, in pieces
-          pull             all have answered: add the domains' sums
+domain    answer           home by home, as it has asked: sum its tokens' rows in my domain, put the sums home, in
+                           pieces
+          pull             my rails have answered: add the domains' sums
           release          as there
+
+A rail waits only for those whose rows it passes on or sums, on the host and on the device, where the work for each runs
+beside that for the others: who is late holds up nobody else's rows. Whoever is to receive rows or sums waits for the
+rails from which they come.
 
 Hosts give all of this to their devices beforehand. They know how many rows come from whom, never which: ids travel with
 the rows, and only kernels read them. A dispatch goes from rank to rank where that moves fewer bytes between domains.

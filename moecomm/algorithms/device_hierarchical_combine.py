@@ -57,6 +57,7 @@ class DeviceHierarchicalCombine(Combine):
         self.requests = to_rails(*where, self.request_bytes, with_own=True)
         self.answers = to_homes(*where, self.answer_bytes)
         self.num_crossing = rails.crossing_rows(crossings)
+        self.unanswered: dict[int, Part] | None = None  # by home
         self.rail_routes: dict[int, torch.Tensor] = {}  # by home
         # One block: answers to me, requests to me, and what leaves of either.
         self.at_requests = self.answers.arriving_bytes
@@ -88,6 +89,7 @@ class DeviceHierarchicalCombine(Combine):
         arrays = {part.receiver: requests.sent_arrays(part, leaving, blocks) for part in requests.leaving}
         exchange.queue.run(self._pack, self.rails.by_domain(arrays))
         exchange.put(leaving, requests.runs(offsets))
+        self.rails.queue.signal_all(LANE_GRANTED, device_count(LANE_GRANTED, self.call.sequence))
         exchange.sequencer.signal_all(LANE_GRANTED, self.call)
 
     def _pack(self, addresses: list[list[int]]) -> None:
@@ -100,31 +102,42 @@ class DeviceHierarchicalCombine(Combine):
         width = sum(self.row_format.plane_bytes) + value_bytes
         direct = self.rails.rails.direct_rows(self.routing.counts.numpy(), self.routing.layout) * width
         over_rails = self.num_crossing * (sum(self.answer_bytes) + sum(self.request_bytes))
-        self.exchange.hops.note("combine", Choice(self.call.title, True, direct, over_rails))
+        # Rails read the rows that would cross from rank to rank.
+        self.exchange.hops.note("combine", Choice(self.call.title, True, direct, over_rails, direct))
 
-    def _serve(self) -> None:
-        """Answers those whose rail I am: all devices have put what they ask for."""
-        exchange = self.exchange
-        exchange.sequencer.check_notices(self.call)
-        self.addresses = self._own_addresses()
+    def _serve(self) -> bool:
+        """Answers those whose rail I am and whose hosts have given their devices the requests."""
+        exchange, call = self.exchange, self.call
+        if self.unanswered is None:
+            self.addresses = self._own_addresses()
+            self.unanswered = {part.receiver: part for part in self.answers.leaving if part.num_rows}
+        for home in self.rails.come(call, LANE_GRANTED, self.unanswered):
+            self._serve_home(self.unanswered.pop(home))
+        if self.unanswered:
+            return False
+        # Behind all of them, for a counter says nothing else; whoever is late is a rail of those who wait as well.
+        self.rails.queue.signal_all(LANE_CROSSED, device_count(LANE_CROSSED, call.sequence))
+        exchange.sequencer.signal_all(LANE_CROSSED, call)
+        return True
+
+    def _serve_home(self, part: Part) -> None:
+        """Answers one home, piece by piece, whatever others have yet to ask."""
+        exchange, queue, answers, home = self.exchange, self.rails.queue, self.answers, part.receiver
+        request = next(one for one in self.requests.arriving if one.sender == home)
+        asked = self.requests.received_arrays(request, self._start + self.at_requests)
         offsets, blocks = self._blocks(-1)
         leaving = self._start + self.at_answered
-        targets = {part.receiver: self.answers.sent_arrays(part, leaving, blocks) for part in self.answers.leaving}
-        asked = {
-            part.sender: self.requests.received_arrays(part, self._start + self.at_requests)
-            for part in self.requests.arriving
-        }
-        answers, sequence, num_arrays = self.answers, self.call.sequence, len(self.answer_bytes)
+        targets = answers.sent_arrays(part, leaving, blocks)
+        if home == exchange.rank:
+            queue.run(self._answer, part, range(part.num_rows), asked, targets)
+            return
+        queue.wait_beside(home, LANE_GRANTED, device_count(LANE_GRANTED, self.call.sequence))
         num_pieces = pieces_of(answers.leaving_bytes)
         for piece in range(num_pieces):
-            for part, share in answers.shares(answers.leaving, piece, num_pieces):
-                exchange.queue.run(self._answer, part, share, asked[part.receiver], targets[part.receiver])
-            exchange.put(leaving, answers.piece(piece, num_pieces, offsets, num_arrays), beside=True)
-            self.rails.queue.signal_all(LANE_CROSSED, device_count(LANE_CROSSED, sequence, piece, num_pieces))
-        own = next(part for part in answers.leaving if part.receiver == exchange.rank)
-        if own.num_rows:
-            exchange.queue.run(self._answer, own, range(own.num_rows), asked[own.sender], targets[own.sender])
-        exchange.sequencer.signal_all(LANE_CROSSED, self.call)
+            for _, share in answers.shares([part], piece, num_pieces):
+                queue.run_beside(home, self._answer, part, share, asked, targets)
+                runs = answers.piece(piece, num_pieces, offsets, len(self.answer_bytes))
+                exchange.put_beside(home, leaving, [run for run in runs if run.rank == home])
 
     def _answer(self, part: Part, share: range, asked: list[int], targets: list[int]) -> None:
         """Sums the rows of some tokens of one rank in my domain."""
@@ -150,10 +163,15 @@ class DeviceHierarchicalCombine(Combine):
             return kernels.pull_flat_values(ids, routes, self.exchange.expert_rank, addresses, dtype=dtype)
         return kernels.pull_values(routes, addresses, dtype=dtype)
 
-    def _pull(self) -> None:
-        """Adds up the domains' sums."""
-        exchange = self.exchange
-        exchange.sequencer.check_notices(self.call)
+    def _pull(self) -> bool:
+        """Adds up the domains' sums, once my rails have put them."""
+        exchange, call = self.exchange, self.call
+        senders = [part.sender for part in self.answers.arriving if part.num_rows]
+        rails = self.rails.come(call, LANE_CROSSED, senders)
+        if call.awaiting:
+            return False
+        if rails:
+            self.rails.queue.wait_for(rails, LANE_CROSSED, device_count(LANE_CROSSED, call.sequence))
         arrays = {part.sender: self.answers.received_arrays(part, self._start) for part in self.answers.arriving}
         at_sums, *at_values = self.rails.by_domain(arrays)
         out = exchange.queue.fill(self.out, self._sum_domains, at_sums)
@@ -161,6 +179,7 @@ class DeviceHierarchicalCombine(Combine):
         if self.values is not None:
             (values,) = exchange.queue.make(self.home, self._values_home, at_values[0])
         self._return(out, values)
+        return True
 
     def _sum_domains(self, addresses: list[int], out: torch.Tensor) -> torch.Tensor:
         routes = self.rails.domain_routes(self.routing.topk_idx, with_own=True)
@@ -177,7 +196,7 @@ class DeviceHierarchicalCombine(Combine):
     _phases = _far_phases = (
         Phase("ready", None, Combine._ready_far),
         Phase("ask", LANE_BEGUN, _ask),
-        Phase("answer", LANE_GRANTED, _serve),
-        Phase("pull", LANE_CROSSED, _pull),
+        Phase("answer", None, _serve, is_stream=True),
+        Phase("pull", None, _pull, is_stream=True),
         Phase("release", LANE_DONE, Combine._release),
     )

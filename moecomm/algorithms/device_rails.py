@@ -5,10 +5,11 @@ T tokens   K num_topk   P slots of routes   E experts   R ranks   D domains
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from moecomm.algorithms.calls import Call
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.plan import plan_exchange
 from moecomm.algorithms.rails import Rails
@@ -64,6 +65,17 @@ class DeviceRails:
             *(topk_idx, exchange.expert_rank, exchange.placement.num_ranks, mailbox.counts_out),
             *(self.expert_domain, mailbox.crossings_out[: self.topology.num_domains]),
         )
+
+    def come(self, call: Call, lane: int, ranks: Collection[int]) -> list[int]:
+        """Those of some ranks whose hosts have come so far with a call, a stream; it then awaits the others.
+
+        Raises:
+            PeerFailed, or what the peer raised: one gave up on the call, so what its counter says is not true.
+        """
+        sequencer = self._exchange.sequencer
+        call.awaiting = sequencer.behind(lane, call, ranks)
+        sequencer.check_notices(call)
+        return [rank for rank in ranks if rank not in call.awaiting]
 
     def crossings_of(self, routing: Routing) -> torch.Tensor | None:
         """`[R, D]` int32 of a complete routing; None if it is not."""

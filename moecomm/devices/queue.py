@@ -207,6 +207,28 @@ class OrderedQueue(Queue):
     def wait(self, lane: int, sequence: int) -> None:
         """What follows comes after all ranks' `signal_all` for the call."""
 
+    def wait_for(self, ranks: Sequence[int], lane: int, sequence: int) -> None:
+        """As `wait`, for some ranks' signals alone."""
+        raise AssertionError("all ranks' memory has an address on this device")
+
+    def wait_beside(self, rank: int, lane: int, sequence: int) -> None:
+        """What is given beside for a rank from now on comes after its signal for the call, and after all work so far.
+
+        No other work waits for that, but the next `signal_all`: it comes behind what has been given beside.
+        """
+        raise AssertionError("all ranks' memory has an address on this device")
+
+    def run_beside(self, rank: int, work: Callable[..., object], *arguments: Any) -> None:
+        """Does work behind the last `wait_beside` for the rank, and behind what has been run beside for it."""
+        raise AssertionError("all ranks' memory has an address on this device")
+
+    def put_beside(self, rank: int, memory: Memory, runs: Sequence[FarRun]) -> None:
+        """Puts runs to a rank, as `put`, behind what has been run beside for it so far.
+
+        What is run beside from now on does not wait for that. Whoever waits for the next `signal_all` finds them there.
+        """
+        raise AssertionError("all ranks' memory has an address on this device")
+
     @abc.abstractmethod
     def unless_failed(self, routes: Tensor) -> Tensor:
         """Routes as they are, or -1 in place of all once a wait has failed; to be called by work.

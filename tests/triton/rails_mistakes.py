@@ -20,17 +20,17 @@ HIDDEN, TOKENS = 96, 8
 class TakesAtOnce(WireQueue):
     """Passes on rows, and adds up sums, that the hosts say are on their way."""
 
-    def wait(self, lane, sequence):
+    def _wait(self, lane, sequence, awaited=None):
         if lane != LANE_CROSSED:
-            super().wait(lane, sequence)
+            super()._wait(lane, sequence, awaited)
 
 
 class AnswersAtOnce(WireQueue):
     """Sums what the hosts say is being asked for."""
 
-    def wait(self, lane, sequence):
+    def _wait(self, lane, sequence, awaited=None):
         if lane != LANE_GRANTED:
-            super().wait(lane, sequence)
+            super()._wait(lane, sequence, awaited)
 
 
 class SignalsCrossingFirst(BrokenWire):

@@ -24,11 +24,15 @@ SIZES = {"num_experts": 6, "hidden": 24, "num_topk": 3, "max_tokens_per_rank": T
 
 
 class CountsPushes(WireQueue):
-    """Knows how often it has signalled."""
+    """Knows how often it has signalled, and put beside."""
 
     def __init__(self, *args):
-        self.pushes = Counter()  # by lane
+        self.pushes = Counter()  # by lane; and None: what was put to one rank, without a signal
         super().__init__(*args)
+
+    def _launch(self, memory, runs, lane, *, to=None, **options):
+        self.pushes[None] += to is not None
+        super()._launch(memory, runs, lane, to=to, **options)
 
     def _push(self, memory, runs, lane, n):
         self.pushes[lane] += 1
@@ -51,8 +55,32 @@ class WaitsForFirstPiece(LatePieces):
 
     delay = 3
 
-    def wait(self, lane, sequence):
-        super().wait(lane, sequence - sequence % PIECES if lane == LANE_CROSSED else sequence)
+    def _wait(self, lane, sequence, awaited=None):
+        super()._wait(lane, sequence - sequence % PIECES if lane == LANE_CROSSED else sequence, awaited)
+
+
+class LateAnswers(CountsPushes):
+    """Takes its time before the last piece of the first answers."""
+
+    delay = 0.3
+
+    def _launch(self, memory, runs, lane, *, to=None, **options):
+        if to is not None and self.pushes[None] == PIECES - 1:
+            time.sleep(self.delay)
+        super()._launch(memory, runs, lane, to=to, **options)
+
+
+class SignalsBeforeAnswers(LateAnswers):
+    """Says that it has answered without a look at what is put beside."""
+
+    delay = 3
+
+    def _send(self, lane, n):
+        is_answer = lane == LANE_CROSSED and not self._is_beside
+        apart, self._apart = self._apart, [] if is_answer else self._apart
+        super()._send(lane, n)
+        if is_answer:
+            self._apart = apart
 
 
 def cut_all(fn):
@@ -129,15 +157,19 @@ def test_dispatches_in_pieces_of_one_part_and_of_several_are_the_native_bits(num
 @pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {"layout": "flat"})])
 def test_sums_in_pieces_are_the_native_bits(num_ranks, options):
     for pushes, are_right in run(in_pieces, num_ranks, 1, CountsPushes, sums, options):
-        assert pushes[LANE_CROSSED] >= 3 * PIECES  # of the gradients, too
+        assert pushes[LANE_CROSSED] == 2 * PIECES + 1  # of the gradients, too; a combine signals once
+        assert pushes[None] >= PIECES
         assert all(are_right)
 
 
-@pytest.mark.parametrize("calls", [dispatches, sums])
-def test_who_waits_for_the_first_piece_alone_takes_what_is_not_there(calls):
-    for queue_class in (LatePieces, WaitsForFirstPiece):
+@pytest.mark.parametrize(
+    ("calls", "sound", "mistaken"),
+    [(dispatches, LatePieces, WaitsForFirstPiece), (sums, LateAnswers, SignalsBeforeAnswers)],
+)
+def test_who_takes_pieces_before_the_last_has_come_takes_what_is_not_there(calls, sound, mistaken):
+    for queue_class in (sound, mistaken):
         for _, are_right in run(in_pieces, 2, 1, queue_class, calls, {}):
-            assert are_right[0] == (queue_class is LatePieces)
+            assert are_right[0] == (queue_class is sound)
 
 
 # -- beside other work -------------------------------------------------------------------------------------------------

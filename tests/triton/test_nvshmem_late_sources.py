@@ -1,0 +1,184 @@
+"""One rank is late with what crosses between domains of GPUs: what others send goes on meanwhile. Nothing is timed."""
+
+import contextlib
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from nvshmem_ranks import OwnDevice, opened, run
+
+from moecomm import PeerFailed, PeerTimeout
+from moecomm.algorithms.calls import LANE_CROSSED, LANE_GRANTED
+from moecomm.algorithms.device_hierarchical_combine import DeviceHierarchicalCombine
+from moecomm.algorithms.device_hierarchical_dispatch import DeviceHierarchicalDispatch
+from moecomm.devices.wire_queue import WireQueue
+
+# Three domains of a rank each, which is the rail of both others; the late one is the first in the list of rank 0.
+LATE = 2
+SIZES = {"num_experts": 6, "hidden": 24, "num_topk": 6, "max_tokens_per_rank": 8, "timeout": timedelta(seconds=40)}
+
+
+class Flags:
+    """What ranks have done, for all to see."""
+
+    def __init__(self, folder, rank):
+        self.folder, self.rank = Path(folder), rank
+
+    def raise_one(self, what):
+        (self.folder / f"{self.rank} {what}").touch()
+
+    def wait(self, *names):
+        deadline = time.monotonic() + 20
+        while missing := [name for name in names if not (self.folder / name).exists()]:
+            assert time.monotonic() < deadline, f"not there: {missing}"
+            time.sleep(1e-3)
+
+
+class Held(WireQueue):
+    """Says what it has done, and holds back its first signal on a lane until others have done something."""
+
+    flags = None
+    held = None  # the lane, and what is waited for
+
+    def _push(self, memory, runs, lane, n):
+        if self.held is not None and self.held[0] == lane:
+            (_, names), self.held = self.held, None
+            self.flags.wait(*names)
+        super()._push(memory, runs, lane, n)
+
+    def _launch(self, memory, runs, lane, *, to=None, **options):
+        super()._launch(memory, runs, lane, to=to, **options)
+        if to is not None:
+            self.flags.raise_one(f"has answered {to}")
+
+    def wait_for(self, ranks, lane, sequence):
+        super().wait_for(ranks, lane, sequence)
+        self.run(lambda: self.flags.raise_one("has its answers"))
+
+
+def before(owner, name, wait):
+    """Patches a step: something is waited for before it."""
+    step = getattr(owner, name)
+
+    def late(*args):
+        wait()
+        return step(*args)
+
+    return mock.patch.object(owner, name, late)
+
+
+def telling(flags):
+    """Patches the step of a rail: it says whose rows it has passed on."""
+    step = DeviceHierarchicalDispatch._forward_share
+
+    def forward(dispatch, part, share):
+        step(dispatch, part, share)
+        flags.raise_one(f"has passed on {part.sender}")
+
+    return mock.patch.object(DeviceHierarchicalDispatch, "_forward_share", forward)
+
+
+def dispatch(comm):
+    """A dispatch in which every token has all experts, and whether it is right."""
+    ids = torch.arange(6).expand(4, 6).contiguous()
+    received = comm.dispatch(rows_of(comm.rank), ids)
+    wanted = torch.cat([rows_of(rank) for rank in range(comm.num_ranks)])
+    return received, torch.equal(received.x, wanted.repeat(len(received.num_tokens_per_expert), 1))
+
+
+def combine(comm, received):
+    """Whether a combine brings home what the dispatch sent."""
+    home = comm.combine(received.x, received.handle, reduce="per_host")
+    return torch.equal(home, 6 * rows_of(comm.rank))
+
+
+def rows_of(rank):
+    return torch.arange(4 * 24, dtype=torch.float32).view(4, 24) + 100 * rank
+
+
+# What is late: the step before which the host waits, and the lane on which its device does.
+KINDS = {
+    "dispatch": (DeviceHierarchicalDispatch, "_look", LANE_CROSSED),
+    "asks": (DeviceHierarchicalCombine, "_cards", LANE_GRANTED),
+    "answers": (DeviceHierarchicalCombine, "_own_addresses", LANE_CROSSED),
+}
+
+
+@contextlib.contextmanager
+def held(kind, where, queue, names):
+    """Within, this rank's host or its device is late until others have done something."""
+    owner, step, lane = KINDS[kind]
+    if where == "device":
+        queue.held = (lane, names)
+        yield
+    else:
+        with before(owner, step, lambda: queue.flags.wait(*names)):
+            yield
+
+
+def held_back(group, folder, late, kind, where, *names):
+    """Whether a dispatch and a combine are right in one of which a rank is late."""
+    device = OwnDevice(group, queue_class=Held)
+    with opened(group, device, algorithm="hierarchical", **SIZES) as comm:
+        queue = comm._exchanger.session.queue
+        queue.flags = Flags(folder, comm.rank)
+        until_done = held(kind, where, queue, names) if comm.rank == late else contextlib.nullcontext()
+        with telling(queue.flags):
+            with until_done if kind == "dispatch" else contextlib.nullcontext():
+                received, is_right = dispatch(comm)
+            with contextlib.nullcontext() if kind == "dispatch" else until_done:
+                is_home_right = combine(comm, received)
+        del received
+    device.end()
+    return is_right, is_home_right
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_rail_passes_on_what_others_send_before_a_late_rank_sends(where, tmp_path):
+    names = ("0 has passed on 1", "1 has passed on 0")
+    assert run(held_back, 3, 1, str(tmp_path), LATE, "dispatch", where, *names) == [(True, True)] * 3
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_rail_answers_others_before_a_late_rank_asks(where, tmp_path):
+    names = ("0 has answered 1", "1 has answered 0")
+    assert run(held_back, 3, 1, str(tmp_path), LATE, "asks", where, *names) == [(True, True)] * 3
+
+
+def test_whoever_has_the_answers_of_its_rails_waits_for_no_other(tmp_path):
+    # Two domains of two: rank 3 is the rail of rank 1 alone.
+    names = ("0 has its answers", "2 has its answers")
+    assert run(held_back, 4, 2, str(tmp_path), 3, "answers", "device", *names) == [(True, True)] * 4
+
+
+# -- who is later than the deadline ------------------------------------------------------------------------------------
+
+
+def beyond_the_deadline(group, folder):
+    """Who is named, by whom; and whether the next calls are right."""
+    flags, device = Flags(folder, group.rank), OwnDevice(group)
+    with opened(group, device, algorithm="hierarchical", **SIZES | {"timeout": timedelta(seconds=6)}) as comm:
+        received, *is_right = dispatch(comm)
+        is_right.append(combine(comm, received))
+        others = [f"{rank} has given up" for rank in range(2)]
+        wait = (lambda: flags.wait(*others)) if comm.rank == LATE else (lambda: None)
+        with before(DeviceHierarchicalDispatch, "_look", wait), pytest.raises((PeerTimeout, PeerFailed)) as caught:
+            dispatch(comm)
+        flags.raise_one("has given up")
+        group.all_gather(None)
+        received, is_still_right = dispatch(comm)
+        is_right += [is_still_right, combine(comm, received)]
+        del received
+    device.end()
+    return type(caught.value), caught.value.peers, str(caught.value), is_right
+
+
+def test_a_source_that_is_too_late_is_named_and_the_next_calls_are_right(tmp_path):
+    *others, late = run(beyond_the_deadline, 3, 1, str(tmp_path))
+    assert [peers for _, peers, *_ in others] == [(LATE,)] * 2
+    assert any(kind is PeerTimeout and "nothing came from rank 2" in text for kind, _, text, _ in others)
+    assert late[0] is PeerFailed
+    assert [is_right for *_, is_right in (*others, late)] == [[True] * 4] * 3
