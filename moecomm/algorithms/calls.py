@@ -10,6 +10,7 @@ from moecomm.algorithms.signature import Operation, Words
 
 __all__ = [
     "CALL_LANES",
+    "LANE_ANSWERED",
     "LANE_BEGUN",
     "LANE_CHUNK",
     "LANE_CREDIT",
@@ -29,22 +30,25 @@ __all__ = [
 # Counter slots. A lane's value is the number of calls for which its source has got that far.
 LANE_BEGUN = 0
 LANE_GRANTED = 1
-# Of calls of devices over rails alone; it stands where the last such call was. Devices count so many pieces of each.
+# Of dispatches of devices over rails alone; it stands where the last one was. Devices count so many pieces of each.
 LANE_CROSSED = 2
 PIECES = 4
 LANE_DONE = 3
 # On which a rank may be behind with a call, at the host and at the device.
 CALL_LANES = range(LANE_BEGUN, LANE_DONE + 1)
+# Of combines of devices over rails alone: each home is told, and only of its own answers, so it stands where the last
+# combine was in which this source had some for it.
+LANE_ANSWERED = 4
 # Counts the calls that its source gave up on.
-LANE_NOTICED = 4
+LANE_NOTICED = 5
 # Count chunks, see channels.py: those sent to me, and those of mine that were taken out.
-LANE_CHUNK = 5
-LANE_CREDIT = 6
+LANE_CHUNK = 6
+LANE_CREDIT = 7
 # What may let a stream go on.
 TRAFFIC_LANES = range(LANE_GRANTED, LANE_CREDIT + 1)
 # Counts the calls of the devices alone that its source has refused to make.
-LANE_REFUSED = 7
-NUM_LANES = 8
+LANE_REFUSED = 8
+NUM_LANES = 9
 _LANE_NAMES = (
     "has not made the call",
     "has not granted receive memory",

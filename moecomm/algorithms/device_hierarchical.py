@@ -11,7 +11,7 @@ combine   as in rendezvous.py: a row per route, from rank to rank
 with a    ready            as there
 sum per   ask              all are ready: put ids and weights of my tokens to my rail in each domain
 domain    answer           home by home, as it has asked: sum its tokens' rows in my domain, put the sums home, in
-                           pieces
+                           pieces, and tell it
           pull             my rails have answered: add the domains' sums
           release          as there
 

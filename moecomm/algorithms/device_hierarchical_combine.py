@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moecomm.algorithms.calls import LANE_BEGUN, LANE_CROSSED, LANE_DONE, LANE_GRANTED, Phase, device_count
+from moecomm.algorithms.calls import LANE_ANSWERED, LANE_BEGUN, LANE_DONE, LANE_GRANTED, Phase, device_count
 from moecomm.algorithms.device_rails import DeviceRails
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.hops import Choice
@@ -107,22 +107,17 @@ class DeviceHierarchicalCombine(Combine):
 
     def _serve(self) -> bool:
         """Answers those whose rail I am and whose hosts have given their devices the requests."""
-        exchange, call = self.exchange, self.call
         if self.unanswered is None:
             self.addresses = self._own_addresses()
             self.unanswered = {part.receiver: part for part in self.answers.leaving if part.num_rows}
-        for home in self.rails.come(call, LANE_GRANTED, self.unanswered):
+        for home in self.rails.come(self.call, LANE_GRANTED, self.unanswered):
             self._serve_home(self.unanswered.pop(home))
-        if self.unanswered:
-            return False
-        # Behind all of them, for a counter says nothing else; whoever is late is a rail of those who wait as well.
-        self.rails.queue.signal_all(LANE_CROSSED, device_count(LANE_CROSSED, call.sequence))
-        exchange.sequencer.signal_all(LANE_CROSSED, call)
-        return True
+        return not self.unanswered
 
     def _serve_home(self, part: Part) -> None:
-        """Answers one home, piece by piece, whatever others have yet to ask."""
+        """Answers one home, piece by piece, and tells it, whatever others have yet to ask."""
         exchange, queue, answers, home = self.exchange, self.rails.queue, self.answers, part.receiver
+        told = (LANE_ANSWERED, device_count(LANE_ANSWERED, self.call.sequence))
         request = next(one for one in self.requests.arriving if one.sender == home)
         asked = self.requests.received_arrays(request, self._start + self.at_requests)
         offsets, blocks = self._blocks(-1)
@@ -137,7 +132,9 @@ class DeviceHierarchicalCombine(Combine):
             for _, share in answers.shares([part], piece, num_pieces):
                 queue.run_beside(home, self._answer, part, share, asked, targets)
                 runs = answers.piece(piece, num_pieces, offsets, len(self.answer_bytes))
-                exchange.put_beside(home, leaving, [run for run in runs if run.rank == home])
+                its_runs = [run for run in runs if run.rank == home]
+                exchange.put_beside(home, leaving, its_runs, told if share.stop == part.num_rows else None)
+        self.rails.tell(self.call, LANE_ANSWERED, home)
 
     def _answer(self, part: Part, share: range, asked: list[int], targets: list[int]) -> None:
         """Sums the rows of some tokens of one rank in my domain."""
@@ -166,12 +163,12 @@ class DeviceHierarchicalCombine(Combine):
     def _pull(self) -> bool:
         """Adds up the domains' sums, once my rails have put them."""
         exchange, call = self.exchange, self.call
-        senders = [part.sender for part in self.answers.arriving if part.num_rows]
-        rails = self.rails.come(call, LANE_CROSSED, senders)
+        senders = [part.sender for part in self.answers.arriving if part.num_rows and part.sender != exchange.rank]
+        rails = self.rails.come(call, LANE_ANSWERED, senders)
         if call.awaiting:
             return False
         if rails:
-            self.rails.queue.wait_for(rails, LANE_CROSSED, device_count(LANE_CROSSED, call.sequence))
+            self.rails.queue.wait_for(rails, LANE_ANSWERED, device_count(LANE_ANSWERED, call.sequence))
         arrays = {part.sender: self.answers.received_arrays(part, self._start) for part in self.answers.arriving}
         at_sums, *at_values = self.rails.by_domain(arrays)
         out = exchange.queue.fill(self.out, self._sum_domains, at_sums)

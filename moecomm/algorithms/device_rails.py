@@ -43,6 +43,7 @@ class DeviceRails:
         self.rails = rails = Rails(self.topology, exchange.placement, exchange.rank)
         assert isinstance(exchange.queue, OrderedQueue)
         self.queue: OrderedQueue = exchange.queue
+        self._told: dict[tuple[int, int], int] = {}  # by rank and lane, what that rank alone was told
         where = exchange.device.torch_device
         domains = rails.domain_of_expert.to(torch.int32)
         self.expert_domain = domains.to(where)
@@ -76,6 +77,12 @@ class DeviceRails:
         call.awaiting = sequencer.behind(lane, call, ranks)
         sequencer.check_notices(call)
         return [rank for rank in ranks if rank not in call.awaiting]
+
+    def tell(self, call: Call, lane: int, rank: int) -> None:
+        """Tells one rank's host that mine has come so far with a call, on a lane that is for nothing else."""
+        before = self._told.get((rank, lane), 0)
+        self._told[rank, lane] = call.sequence + 1
+        self._exchange.transport.signal(rank, lane, call.sequence + 1 - before)
 
     def crossings_of(self, routing: Routing) -> torch.Tensor | None:
         """`[R, D]` int32 of a complete routing; None if it is not."""

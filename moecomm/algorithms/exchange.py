@@ -140,10 +140,10 @@ class Exchange(Session):
         for rank, target, at, nbytes in runs:
             self.transport.put(self.memory.region, target, source + at, nbytes, rank)
 
-    def put_beside(self, rank: int, source: int, runs: Sequence[FarRun]) -> None:
+    def put_beside(self, rank: int, source: int, runs: Sequence[FarRun], told: tuple[int, int] | None = None) -> None:
         """The same on a device, to one rank and behind what runs beside for it; see `OrderedQueue.put_beside`."""
         assert isinstance(self.queue, OrderedQueue)
-        self.queue.put_beside(rank, *self._from_region(source, runs))
+        self.queue.put_beside(rank, *self._from_region(source, runs), told)
 
     def _from_region(self, source: int, runs: Sequence[FarRun]) -> tuple[Memory, list[FarRun]]:
         """My receive memory, and runs whose sources are offsets in it."""

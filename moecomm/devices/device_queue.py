@@ -37,8 +37,8 @@ __all__ = ["NUM_SLOTS", "DeviceQueue"]
 
 A = TypeVar("A")
 T = TypeVar("T", bound=tuple[Any, ...])
-NUM_SLOTS = 4
-"""Counters of a board: as many as calls have lanes on which all ranks' data depend."""
+NUM_SLOTS = 5
+"""Counters of a board: as many as calls have lanes on which ranks' data depend."""
 
 _SPIN = 2e-4  # seconds that the host looks without a break
 _NAP = 2e-5

@@ -222,10 +222,17 @@ class OrderedQueue(Queue):
         """Does work behind the last `wait_beside` for the rank, and behind what has been run beside for it."""
         raise AssertionError("all ranks' memory has an address on this device")
 
-    def put_beside(self, rank: int, memory: Memory, runs: Sequence[FarRun]) -> None:
+    def put_beside(
+        self, rank: int, memory: Memory, runs: Sequence[FarRun], told: tuple[int, int] | None = None
+    ) -> None:
         """Puts runs to a rank, as `put`, behind what has been run beside for it so far.
 
         What is run beside from now on does not wait for that. Whoever waits for the next `signal_all` finds them there.
+
+        Arguments:
+            rank, memory, runs: as there.
+            told: a lane and the number of a call: the rank, and no other, is told behind its puts that this one has
+                come so far with the call. Such a lane is for nothing else.
         """
         raise AssertionError("all ranks' memory has an address on this device")
 

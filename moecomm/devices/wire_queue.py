@@ -91,6 +91,7 @@ class WireQueue(DeviceQueue):
         self._beside = device.new_stream()
         self._apart: list[Stream] = []  # where something runs that our stream does not wait for yet
         self._sides: dict[int, _Side] = {}  # by rank
+        self._told: dict[tuple[int, int], int] = {}  # by rank and lane, what that rank alone was told
         self._one_of: Tensor  # [R, R]: for each rank, it alone
         self._stream.submit(self._make_tables)
         self._stream.synchronize()
@@ -181,11 +182,17 @@ class WireQueue(DeviceQueue):
     def run_beside(self, rank: int, work: Callable[..., object], *arguments: Any) -> None:
         self._side(rank).work.submit(functools.partial(work, *arguments))
 
-    def put_beside(self, rank: int, memory: Memory, runs: Sequence[FarRun]) -> None:
-        side = self._side(rank)
+    def put_beside(
+        self, rank: int, memory: Memory, runs: Sequence[FarRun], told: tuple[int, int] | None = None
+    ) -> None:
+        side, lane, n = self._side(rank), 0, 0
+        if told is not None:
+            lane, sequence = told
+            n = sequence + 1 - self._told.get((rank, lane), 0)
+            self._told[rank, lane] = sequence + 1
         self._depart(side.puts)
         side.puts.wait(side.work.record())
-        side.puts.submit(functools.partial(self._launch, memory, runs, 0, n=0, arrivals=side.arrivals, to=rank))
+        side.puts.submit(functools.partial(self._launch, memory, runs, lane, n=n, arrivals=side.arrivals, to=rank))
 
     def _side(self, rank: int) -> _Side:
         if rank not in self._sides:

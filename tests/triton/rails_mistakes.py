@@ -8,20 +8,21 @@ from nvshmem_mistakes import BrokenWire
 from nvshmem_ranks import OwnDevice, opened
 
 from moecomm import Communicator
-from moecomm.algorithms.calls import LANE_CROSSED, LANE_GRANTED
+from moecomm.algorithms.calls import LANE_ANSWERED, LANE_CROSSED, LANE_GRANTED
 from moecomm.devices.wire_queue import WireQueue
 from moecomm.kernels.registry import wire_kernels_for
 from moecomm.testing import masked
 from moecomm.testing.contracts.cases import random_rows
 
 HIDDEN, TOKENS = 96, 8
+CROSSING = (LANE_CROSSED, LANE_ANSWERED)
 
 
 class TakesAtOnce(WireQueue):
     """Passes on rows, and adds up sums, that the hosts say are on their way."""
 
     def _wait(self, lane, sequence, awaited=None):
-        if lane != LANE_CROSSED:
+        if lane not in CROSSING:
             super()._wait(lane, sequence, awaited)
 
 
@@ -41,7 +42,7 @@ class SignalsCrossingFirst(BrokenWire):
         self._kernels = wire_kernels_for("triton")
 
     def push(self, wire, runs, memory, slot, **options):
-        push = super().push if slot == LANE_CROSSED else self._kernels.push
+        push = super().push if slot in CROSSING else self._kernels.push
         push(wire, runs, memory, slot, **options)
 
 

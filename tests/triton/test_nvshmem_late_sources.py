@@ -11,7 +11,7 @@ import torch
 from nvshmem_ranks import OwnDevice, opened, run
 
 from moecomm import PeerFailed, PeerTimeout
-from moecomm.algorithms.calls import LANE_CROSSED, LANE_GRANTED
+from moecomm.algorithms.calls import LANE_ANSWERED, LANE_CROSSED, LANE_GRANTED
 from moecomm.algorithms.device_hierarchical_combine import DeviceHierarchicalCombine
 from moecomm.algorithms.device_hierarchical_dispatch import DeviceHierarchicalDispatch
 from moecomm.devices.wire_queue import WireQueue
@@ -38,18 +38,15 @@ class Flags:
 
 
 class Held(WireQueue):
-    """Says what it has done, and holds back its first signal on a lane until others have done something."""
+    """Says what it has done, and holds back its next signal on a lane until others have done something."""
 
     flags = None
     held = None  # the lane, and what is waited for
 
-    def _push(self, memory, runs, lane, n):
+    def _launch(self, memory, runs, lane, *, to=None, **options):
         if self.held is not None and self.held[0] == lane:
             (_, names), self.held = self.held, None
             self.flags.wait(*names)
-        super()._push(memory, runs, lane, n)
-
-    def _launch(self, memory, runs, lane, *, to=None, **options):
         super()._launch(memory, runs, lane, to=to, **options)
         if to is not None:
             self.flags.raise_one(f"has answered {to}")
@@ -103,7 +100,7 @@ def rows_of(rank):
 KINDS = {
     "dispatch": (DeviceHierarchicalDispatch, "_look", LANE_CROSSED),
     "asks": (DeviceHierarchicalCombine, "_cards", LANE_GRANTED),
-    "answers": (DeviceHierarchicalCombine, "_own_addresses", LANE_CROSSED),
+    "answers": (DeviceHierarchicalCombine, "_own_addresses", LANE_ANSWERED),
 }
 
 
@@ -146,6 +143,13 @@ def test_a_rail_passes_on_what_others_send_before_a_late_rank_sends(where, tmp_p
 def test_a_rail_answers_others_before_a_late_rank_asks(where, tmp_path):
     names = ("0 has answered 1", "1 has answered 0")
     assert run(held_back, 3, 1, str(tmp_path), LATE, "asks", where, *names) == [(True, True)] * 3
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_who_shares_a_rail_with_a_late_rank_has_its_answers_before(where, tmp_path):
+    # Domains of one rank and of two: rank 0 is the rail of both others.
+    answers = run(held_back, 3, 2, str(tmp_path), LATE, "asks", where, "1 has its answers")
+    assert answers == [(True, True)] * 3
 
 
 def test_whoever_has_the_answers_of_its_rails_waits_for_no_other(tmp_path):

@@ -11,7 +11,7 @@ from nvshmem_ranks import OwnDevice, opened, run
 
 from moecomm import Communicator
 from moecomm.algorithms import passage
-from moecomm.algorithms.calls import LANE_CROSSED, LANE_DONE, PIECES
+from moecomm.algorithms.calls import LANE_ANSWERED, LANE_CROSSED, LANE_DONE, PIECES
 from moecomm.algorithms.device_hierarchical_dispatch import DeviceHierarchicalDispatch
 from moecomm.devices.wire_queue import WireQueue
 from moecomm.kernels.far_runs import FarRun, Memory
@@ -27,7 +27,7 @@ class CountsPushes(WireQueue):
     """Knows how often it has signalled, and put beside."""
 
     def __init__(self, *args):
-        self.pushes = Counter()  # by lane; and None: what was put to one rank, without a signal
+        self.pushes = Counter()  # by lane; and None: to one rank alone
         super().__init__(*args)
 
     def _launch(self, memory, runs, lane, *, to=None, **options):
@@ -70,17 +70,13 @@ class LateAnswers(CountsPushes):
         super()._launch(memory, runs, lane, to=to, **options)
 
 
-class SignalsBeforeAnswers(LateAnswers):
-    """Says that it has answered without a look at what is put beside."""
+class TellsWithFirstPiece(LateAnswers):
+    """Says that it has answered when it has put the first piece."""
 
     delay = 3
 
-    def _send(self, lane, n):
-        is_answer = lane == LANE_CROSSED and not self._is_beside
-        apart, self._apart = self._apart, [] if is_answer else self._apart
-        super()._send(lane, n)
-        if is_answer:
-            self._apart = apart
+    def put_beside(self, rank, memory, runs, told=None):
+        super().put_beside(rank, memory, runs, told or (LANE_ANSWERED, 1))  # the number of the combine
 
 
 def cut_all(fn):
@@ -157,14 +153,14 @@ def test_dispatches_in_pieces_of_one_part_and_of_several_are_the_native_bits(num
 @pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {"layout": "flat"})])
 def test_sums_in_pieces_are_the_native_bits(num_ranks, options):
     for pushes, are_right in run(in_pieces, num_ranks, 1, CountsPushes, sums, options):
-        assert pushes[LANE_CROSSED] == 2 * PIECES + 1  # of the gradients, too; a combine signals once
+        assert pushes[LANE_CROSSED] == 2 * PIECES  # of the dispatch that brings gradients, too
         assert pushes[None] >= PIECES
         assert all(are_right)
 
 
 @pytest.mark.parametrize(
     ("calls", "sound", "mistaken"),
-    [(dispatches, LatePieces, WaitsForFirstPiece), (sums, LateAnswers, SignalsBeforeAnswers)],
+    [(dispatches, LatePieces, WaitsForFirstPiece), (sums, LateAnswers, TellsWithFirstPiece)],
 )
 def test_who_takes_pieces_before_the_last_has_come_takes_what_is_not_there(calls, sound, mistaken):
     for queue_class in (sound, mistaken):
