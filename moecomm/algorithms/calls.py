@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moecomm.algorithms.signature import Operation, Words
@@ -75,7 +76,8 @@ class Phase(NamedTuple):
             there is traffic.
         is_stream: the step does what it can whenever something comes in, and never waits itself.
         orders_device: the same holds between the devices of the ranks, where work is done later than it is given:
-            what this phase gives comes after what every rank's device was given before the counter.
+            what this phase gives comes after what every rank's device was given before the counter, or those of some
+            ranks, see `Call.followed`.
         reads_holders: the step reads messages that other ranks hold for this one, so the counters there must have come
             as far; see message_holders.py.
     """
@@ -111,6 +113,7 @@ class Call:
             first.
         blocks: arena blocks that peers may still write or read when the call fails.
         awaiting: ranks without which the call's stream cannot go on.
+        followed: by lane, the ranks after whose devices' work a phase's own comes; all, where nothing is said.
         stream, finished, kept: see `moecomm.devices.queue`.
     """
 
@@ -123,6 +126,7 @@ class Call:
     is_agreed_failure = False
     blocks: Sequence[Any] = ()
     awaiting: Sequence[int] = ()
+    followed: Mapping[int, Sequence[int]] = MappingProxyType({})
     stream: Any = None
     finished: Any = None
     kept: Any = None

@@ -15,6 +15,7 @@ domain    answer           home by home, as it has asked: sum its tokens' rows i
           pull             my rails have answered: add the domains' sums
           release          as there
 
+A device begins when those have whose memory it reads or writes: of its domain, its rails, and in a combine its homes.
 A rail waits only for those whose rows it passes on or sums, on the host and on the device, where the work for each runs
 beside that for the others: who is late holds up nobody else's rows. Whoever is to receive rows or sums waits for the
 rails from which they come.

@@ -56,6 +56,7 @@ class DeviceHierarchicalCombine(Combine):
         where = (rails.topology, exchange.rank, exchange.reach.far, crossings)
         self.requests = to_rails(*where, self.request_bytes, with_own=True)
         self.answers = to_homes(*where, self.answer_bytes)
+        self.call.followed = {LANE_BEGUN: rails.touched(self.requests, self.answers)}
         self.num_crossing = rails.crossing_rows(crossings)
         self.unanswered: dict[int, Part] | None = None  # by home
         self.rail_routes: dict[int, torch.Tensor] = {}  # by home
@@ -160,7 +161,7 @@ class DeviceHierarchicalCombine(Combine):
             return kernels.pull_flat_values(ids, routes, self.exchange.expert_rank, addresses, dtype=dtype)
         return kernels.pull_values(routes, addresses, dtype=dtype)
 
-    def _pull(self) -> bool:
+    def _pull_answers(self) -> bool:
         """Adds up the domains' sums, once my rails have put them."""
         exchange, call = self.exchange, self.call
         senders = [part.sender for part in self.answers.arriving if part.num_rows and part.sender != exchange.rank]
@@ -194,6 +195,6 @@ class DeviceHierarchicalCombine(Combine):
         Phase("ready", None, Combine._ready_far),
         Phase("ask", LANE_BEGUN, _ask),
         Phase("answer", None, _serve, is_stream=True),
-        Phase("pull", None, _pull, is_stream=True),
+        Phase("pull", None, _pull_answers, is_stream=True),
         Phase("release", LANE_DONE, Combine._release),
     )

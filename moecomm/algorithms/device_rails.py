@@ -11,6 +11,7 @@ import torch
 
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.exchange import Exchange
+from moecomm.algorithms.passage import Passage
 from moecomm.algorithms.plan import plan_exchange
 from moecomm.algorithms.rails import Rails
 from moecomm.algorithms.routing import Routing
@@ -66,6 +67,11 @@ class DeviceRails:
             *(topk_idx, exchange.expert_rank, exchange.placement.num_ranks, mailbox.counts_out),
             *(self.expert_domain, mailbox.crossings_out[: self.topology.num_domains]),
         )
+
+    def touched(self, *passages: Passage) -> list[int]:
+        """Ranks of my domain, and those to which something goes: whose memory my device reads or writes."""
+        receivers = (part.receiver for passage in passages for part in passage.leaving if part.num_rows)
+        return sorted({*self.rails.near_ranks, *receivers})
 
     def come(self, call: Call, lane: int, ranks: Collection[int]) -> list[int]:
         """Those of some ranks whose hosts have come so far with a call, a stream; it then awaits the others.

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -11,7 +12,7 @@ import torch
 from nvshmem_ranks import OwnDevice, opened, run
 
 from moecomm import PeerFailed, PeerTimeout
-from moecomm.algorithms.calls import LANE_ANSWERED, LANE_CROSSED, LANE_GRANTED
+from moecomm.algorithms.calls import LANE_ANSWERED, LANE_BEGUN, LANE_CROSSED, LANE_GRANTED
 from moecomm.algorithms.device_hierarchical_combine import DeviceHierarchicalCombine
 from moecomm.algorithms.device_hierarchical_dispatch import DeviceHierarchicalDispatch
 from moecomm.devices.wire_queue import WireQueue
@@ -40,8 +41,12 @@ class Flags:
 class Held(WireQueue):
     """Says what it has done, and holds back its next signal on a lane until others have done something."""
 
-    flags = None
+    flags = None  # nothing is signalled before there are some
     held = None  # the lane, and what is waited for
+
+    def __init__(self, *args):
+        self.signals = Counter()  # by lane
+        super().__init__(*args)
 
     def _launch(self, memory, runs, lane, *, to=None, **options):
         if self.held is not None and self.held[0] == lane:
@@ -50,6 +55,9 @@ class Held(WireQueue):
         super()._launch(memory, runs, lane, to=to, **options)
         if to is not None:
             self.flags.raise_one(f"has answered {to}")
+        else:
+            self.signals[lane] += 1
+            self.flags.raise_one(f"has signalled {lane} {self.signals[lane]} times")
 
     def wait_for(self, ranks, lane, sequence):
         super().wait_for(ranks, lane, sequence)
@@ -98,6 +106,8 @@ def rows_of(rank):
 
 # What is late: the step before which the host waits, and the lane on which its device does.
 KINDS = {
+    "dispatch begins": (DeviceHierarchicalDispatch, "", LANE_GRANTED),
+    "combine begins": (DeviceHierarchicalCombine, "", LANE_BEGUN),
     "dispatch": (DeviceHierarchicalDispatch, "_look", LANE_CROSSED),
     "asks": (DeviceHierarchicalCombine, "_cards", LANE_GRANTED),
     "answers": (DeviceHierarchicalCombine, "_own_addresses", LANE_ANSWERED),
@@ -124,13 +134,20 @@ def held_back(group, folder, late, kind, where, *names):
         queue.flags = Flags(folder, comm.rank)
         until_done = held(kind, where, queue, names) if comm.rank == late else contextlib.nullcontext()
         with telling(queue.flags):
-            with until_done if kind == "dispatch" else contextlib.nullcontext():
+            with until_done if "dispatch" in kind else contextlib.nullcontext():
                 received, is_right = dispatch(comm)
-            with contextlib.nullcontext() if kind == "dispatch" else until_done:
+            with contextlib.nullcontext() if "dispatch" in kind else until_done:
                 is_home_right = combine(comm, received)
         del received
     device.end()
     return is_right, is_home_right
+
+
+@pytest.mark.parametrize(("kind", "lane"), [("dispatch begins", LANE_CROSSED), ("combine begins", LANE_GRANTED)])
+def test_a_device_begins_before_one_with_which_it_has_nothing_to_do(kind, lane, tmp_path):
+    # Two domains of two: rank 0 writes to ranks 1 and 2, and reads of them, but not of rank 3.
+    done = f"0 has signalled {lane} {1 if lane == LANE_CROSSED else 2} times"
+    assert run(held_back, 4, 2, str(tmp_path), 3, kind, "device", done) == [(True, True)] * 4
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
