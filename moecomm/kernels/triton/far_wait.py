@@ -44,7 +44,7 @@ def far_wait_kernel(
     if IS_SOME:
         ranks = tl.arange(0, RANKS)
         is_awaited = tl.load(awaited + ranks, mask=ranks < num_ranks, other=0) != 0
-        acquire_some_lanes(board, slot, at_least, num_ranks, is_awaited, status, timeout_ns, RANKS)
+        acquire_some_lanes(board, slot, at_least, num_ranks, is_awaited, status, timeout_ns, False, RANKS)
     else:
         acquire_lanes(board, slot, at_least, num_ranks, status, timeout_ns, RANKS)
     refresh(board + slot * num_ranks * 8)

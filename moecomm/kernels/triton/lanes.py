@@ -139,7 +139,7 @@ def acquire_lanes(
         How many lanes are behind; 0 = reached, else what the sources have stored must not be used.
     """
     is_rank = tl.arange(0, RANKS) < num_ranks
-    return acquire_some_lanes(board, slot, at_least, num_ranks, is_rank, status, timeout_ns, RANKS)
+    return acquire_some_lanes(board, slot, at_least, num_ranks, is_rank, status, timeout_ns, True, RANKS)
 
 
 @triton.jit
@@ -151,9 +151,14 @@ def acquire_some_lanes(
     is_awaited: tl.tensor,
     status: tl.tensor,
     timeout_ns: tl.int64,
+    IS_ALL: tl.constexpr,
     RANKS: tl.constexpr,
 ) -> tl.tensor:
-    """As `acquire_lanes`, for the lanes of some sources: those of which `is_awaited`, `[RANKS]`, is true."""
+    """As `acquire_lanes`, for lanes of some sources: of those for which `is_awaited`, `[RANKS]`, is true.
+
+    Arguments:
+        IS_ALL: it is for all, so that none is left out of what the status says.
+    """
     sources = tl.arange(0, RANKS)
     counters = (board + (slot * num_ranks + sources) * 8).to(tl.pointer_type(tl.int64))
     seen = tl.atomic_add(counters, 0, mask=is_awaited, sem="acquire", scope="sys")
@@ -183,9 +188,9 @@ def acquire_some_lanes(
         if before == 0:
             tl.store(status + EXPECTED, at_least)
             tl.store(status + WAITED, waited)
-            # Of the others nothing is missing.
-            told = tl.where(is_awaited, seen, at_least)
-            tl.store(status + SEEN + sources, told, mask=sources < num_ranks)
+            if not IS_ALL:  # of the others nothing is missing
+                seen = tl.where(is_awaited, seen, at_least)
+            tl.store(status + SEEN + sources, seen, mask=sources < num_ranks)
     return num_behind
 
 
