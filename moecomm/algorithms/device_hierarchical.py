@@ -18,7 +18,7 @@ domain    answer           home by home, as it has asked: sum its tokens' rows i
 A device begins when those have whose memory it reads or writes: of its domain, its rails, and in a combine its homes.
 A rail waits only for those whose rows it passes on or sums, on the host and on the device, where the work for each runs
 beside that for the others: who is late holds up nobody else's rows. Whoever is to receive rows or sums waits for the
-rails from which they come.
+rails from which they come, and at the end for the devices of its domain.
 
 Hosts give all of this to their devices beforehand. They know how many rows come from whom, never which: ids travel with
 the rows, and only kernels read them. A dispatch goes from rank to rank where that moves fewer bytes between domains.

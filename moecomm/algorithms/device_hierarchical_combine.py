@@ -56,7 +56,7 @@ class DeviceHierarchicalCombine(Combine):
         where = (rails.topology, exchange.rank, exchange.reach.far, crossings)
         self.requests = to_rails(*where, self.request_bytes, with_own=True)
         self.answers = to_homes(*where, self.answer_bytes)
-        self.call.followed = {LANE_BEGUN: rails.touched(self.requests, self.answers)}
+        self.call.followed = rails.followed((LANE_BEGUN,), self.requests, self.answers)
         self.num_crossing = rails.crossing_rows(crossings)
         self.unanswered: dict[int, Part] | None = None  # by home
         self.rail_routes: dict[int, torch.Tensor] = {}  # by home

@@ -63,7 +63,7 @@ class DeviceHierarchicalDispatch(Dispatch):
             self.call.phases = Dispatch._cached_phases if self.cached else Dispatch._phases
             return super()._needs_to_send(counts)
         self.passage = to_rails(topology, exchange.rank, exchange.reach.far, self.crossings, self.arrays)
-        self.call.followed = dict.fromkeys((LANE_BEGUN, LANE_GRANTED), self.rails.touched(self.passage))
+        self.call.followed = self.rails.followed((LANE_BEGUN, LANE_GRANTED), self.passage)
         return [self.passage.leaving_bytes, self.passage.arriving_bytes]
 
     def _is_worth_it(self, counts: npt.NDArray[np.int32], crossings: torch.Tensor) -> bool:

@@ -5,11 +5,11 @@ T tokens   K num_topk   P slots of routes   E experts   R ranks   D domains
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from moecomm.algorithms.calls import Call
+from moecomm.algorithms.calls import LANE_DONE, Call
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.passage import Passage
 from moecomm.algorithms.plan import plan_exchange
@@ -68,10 +68,17 @@ class DeviceRails:
             *(self.expert_domain, mailbox.crossings_out[: self.topology.num_domains]),
         )
 
-    def touched(self, *passages: Passage) -> list[int]:
-        """Ranks of my domain, and those to which something goes: whose memory my device reads or writes."""
+    def followed(self, lanes: Iterable[int], *passages: Passage) -> dict[int, Sequence[int]]:
+        """What `Call.followed` is in a call over rails.
+
+        Arguments:
+            lanes: behind which my device reads and writes memory of my domain, and of those to whom something goes.
+            passages: what goes. What comes from other domains is waited for by itself; so at its end a call is behind
+                my domain alone, whose devices write and read my memory.
+        """
+        near_ranks = self.rails.near_ranks
         receivers = (part.receiver for passage in passages for part in passage.leaving if part.num_rows)
-        return sorted({*self.rails.near_ranks, *receivers})
+        return {**dict.fromkeys(lanes, sorted({*near_ranks, *receivers})), LANE_DONE: near_ranks}
 
     def come(self, call: Call, lane: int, ranks: Collection[int]) -> list[int]:
         """Those of some ranks whose hosts have come so far with a call, a stream; it then awaits the others.

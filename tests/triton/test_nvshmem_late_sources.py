@@ -12,7 +12,7 @@ import torch
 from nvshmem_ranks import OwnDevice, opened, run
 
 from moecomm import PeerFailed, PeerTimeout
-from moecomm.algorithms.calls import LANE_ANSWERED, LANE_BEGUN, LANE_CROSSED, LANE_GRANTED
+from moecomm.algorithms.calls import LANE_ANSWERED, LANE_BEGUN, LANE_CROSSED, LANE_DONE, LANE_GRANTED
 from moecomm.algorithms.device_hierarchical_combine import DeviceHierarchicalCombine
 from moecomm.algorithms.device_hierarchical_dispatch import DeviceHierarchicalDispatch
 from moecomm.devices.wire_queue import WireQueue
@@ -173,6 +173,29 @@ def test_whoever_has_the_answers_of_its_rails_waits_for_no_other(tmp_path):
     # Two domains of two: rank 3 is the rail of rank 1 alone.
     names = ("0 has its answers", "2 has its answers")
     assert run(held_back, 4, 2, str(tmp_path), 3, "answers", "device", *names) == [(True, True)] * 4
+
+
+def arrives(group, folder):
+    """Whether rows are right where rank 3, which sends none to the other domain, does not end before they are used."""
+    flags, device = Flags(folder, group.rank), OwnDevice(group, queue_class=Held)
+    with opened(group, device, algorithm="hierarchical", **SIZES) as comm:
+        queue = comm._exchanger.session.queue
+        queue.flags = flags
+        if comm.rank == 3:
+            queue.held = (LANE_DONE, ["0 has its rows", "1 has its rows"])
+        ids = torch.arange(6) if comm.rank < 3 else torch.tensor([4, 5, -1, -1, -1, -1])  # of ranks 2 and 3
+        received = comm.dispatch(rows_of(comm.rank), ids.expand(4, 6).contiguous())
+        found = received.x.clone()
+        flags.raise_one("has its rows")
+        sources = range(3 if comm.rank < 2 else 4)
+        wanted = torch.cat([rows_of(rank) for rank in sources]).repeat(len(received.num_tokens_per_expert), 1)
+        del received
+    device.end()
+    return torch.equal(found, wanted)
+
+
+def test_rows_are_there_before_a_device_of_another_domain_has_done_its_part(tmp_path):
+    assert run(arrives, 4, 2, str(tmp_path)) == [True] * 4
 
 
 # -- who is later than the deadline ------------------------------------------------------------------------------------
