@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 from datetime import timedelta
 
 import pytest
@@ -43,6 +44,7 @@ def test_rows_over_rails_are_the_native_bits(domains, kind):
     for found, explained, _, log in answers:
         assert found == domain_of
         assert "algorithm='hierarchical': over rails" in explained
+        assert re.search("combine #[0-9]+: over rails, ", explained)
         assert log[-4:] == ["quiet", "free", "free", "finish"]
         assert log.count("allocate") == 2
     assert any(stats["bytes_forwarded"] > 0 for _, _, stats, _ in answers)
@@ -112,6 +114,55 @@ def choose(group):
     return found
 
 
+def choose_home(group):
+    """The same of combines."""
+    device, found = OwnDevice(group), []
+    with opened(group, device) as comm:
+        x = torch.full((4, 24), float(comm.rank + 1))
+        for ids in ([[2, 3, 5]] if comm.rank == 0 else [[0, 1, 2]], [[4, -1, -1]]):
+            received = comm.dispatch(x, torch.tensor(ids).expand(4, 3).contiguous())
+            before = comm.stats["bytes_between_hosts"]
+            home = comm.combine(received.x, received.handle)
+            way = comm.explain().split("combine #")[1].split(": ")[1].split(",")[0]
+            num_sent = sum(id >= 0 for id in ids[0])
+            found.append((way, comm.stats["bytes_between_hosts"] - before, torch.equal(home, num_sent * x)))
+    device.end()
+    return found
+
+
+def test_auto_brings_rows_home_the_way_of_fewer_bytes():
+    """As below; of a request also 4 bytes that say whether a token's experts are all there."""
+    answers = run(choose_home, 3, 2)
+    asked = 64 + 64
+    # Rank 0's tokens have one sum in the other domain; those of 1 and 2 have two rows each in that of rank 0.
+    assert [one[0] for one in answers] == [
+        ("over rails", asked + 2 * 8 * 96, True),
+        ("over rails", asked + 4 * 96, True),
+        ("over rails", asked, True),
+    ]
+    # One row each, and requests would come on top.
+    assert [one[1] for one in answers] == [
+        ("from rank to rank", 0, True),
+        ("from rank to rank", 0, True),
+        ("from rank to rank", 4 * 96, True),
+    ]
+
+
+def round_to_zero(group):
+    """A sum that all rows of the other domain make, less than half of what float16 has next to 0."""
+    device = OwnDevice(group)
+    with opened(group, device, algorithm="hierarchical") as comm:
+        ids = torch.tensor([[3, 4, 5]] if comm.rank == 0 else [[0, 2, -1]])
+        received = comm.dispatch(torch.zeros(1, 24, dtype=torch.float16), ids)
+        home = comm.combine(torch.full_like(received.x, 2.0**-24), received.handle, torch.full((1, 3), -0.1))
+    device.end()
+    return home.abs().max().item(), home.signbit().all().item()
+
+
+def test_sums_come_as_they_are_with_the_sign_of_a_zero():
+    assert run(round_to_zero, 2, 1) == [(0.0, True)] * 2
+
+
 def test_auto_takes_the_way_of_fewer_bytes():
     """Ranks 0 | 1, 2 of two experts each: rows of 96 bytes, ids of 12, in parts of whole 64 bytes."""
     answers = run(choose, 3, 2)
@@ -174,9 +225,9 @@ def watched(group):
             with Watching() if is_watched else contextlib.nullcontext():
                 received = comm.dispatch(x, ids)
                 again = comm.dispatch(x, handle=received.handle)
-                home = comm.combine(received.x, received.handle, reduce="per_host")
-            found.append([received.x.clone(), again.x.clone(), home.clone()])
-            assert received.handle.stamp.shape == (2 + 2 * 2,)
+                sums = [comm.combine(received.x, received.handle, reduce=how) for how in ("per_host", "exact")]
+            found.append([received.x.clone(), again.x.clone(), *(home.clone() for home in sums)])
+            assert received.handle.stamp.shape == (2 + 2 * 2 * 2,)
     device.end()
     return all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
