@@ -167,9 +167,9 @@ class DeviceHierarchicalCombine(Combine, abc.ABC):
             self._take(part, request, targets)
         rows = slice(share.start, share.stop)
         routes, weights = self.made_of[part.receiver]
+        weights = None if weights is None else weights[rows]
         out = self.device.view(targets[0], None, self.row_format.dtype, (part.num_rows, self.row_format.hidden))
-        addresses = self.addresses[: self.num_planes]
-        self.row_format.reduce(len(share), routes[rows], addresses, None if weights is None else weights[rows], out[rows])
+        self.row_format.reduce(len(share), routes[rows], self.addresses[: self.num_planes], weights, out[rows])
 
     def _take(self, part: Part, request: Part, targets: list[int]) -> None:
         """Looks at what one rank asks for, and answers with the values."""

@@ -1,4 +1,4 @@
-"""What answers an exact combine over rails on devices: the rows that hosts would ask for, numbered alike by both sides."""
+"""What answers an exact combine over rails on devices: what hosts would ask for, numbered alike on both sides."""
 
 from types import SimpleNamespace
 
@@ -96,7 +96,8 @@ def test_both_sides_number_the_rows_that_hosts_ask_for(rank, num_tokens, layout)
         if not is_whole.all():
             rows = made[~is_whole]
             columns = (rows >= 0).int().argmax(dim=1).tolist()
-            assert columns == [c for t in who.tolist() if not asked.is_whole[t] for c in _slots(there[place[t]], layout)]
+            mixed = [token for token in who.tolist() if not asked.is_whole[token]]
+            assert columns == [column for token in mixed for column in _slots(there[place[token]], layout)]
 
 
 def _slots(ids, layout):
