@@ -53,9 +53,10 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest --ignore tests/triton $(APART:%=--ignore %) $(TEST_FLAGS)
 
-# Triton kernels in its interpreter, which is slow; then compiled for GPUs.
+# Triton kernels in its interpreter, which is slow and lets one thread of a process run at a time, so there are two; then
+# compiled for GPUs.
 test-kernels: setup
-	$(BIN)/python -m pytest $(TEST_FLAGS) tests/triton
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_FLAGS) tests/triton
 	$(BIN)/python -m pytest $(TEST_FLAGS) $(COMPILING)
 
 # Hosts within this machine: network namespaces, which need root, and UCX.

@@ -207,7 +207,8 @@ class Communicator(Status):
             topk_weights: `[T, K]` floating point or None: travel with the rows, in float32 (float64 beside float64
                 rows); not read where `topk_idx` is -1. Given on all ranks or on none.
             mode: `throughput`: sizes are exchanged first, memory is what arrives, any T. `low_latency`: one hop and
-                shapes that depend only on the communicator's arguments, for T up to `max_tokens_per_rank`.
+                shapes that depend only on the communicator's arguments, for T up to `max_tokens_per_rank`. Between
+                domains of GPUs autograd cannot record it.
             layout: `expert_major` (default of throughput): one row per route, by local expert, source rank, source
                 token, k; low latency: followed by zero rows up to a fixed N. `slab` (low latency only, and its
                 default): the same rows in one slab per local expert. `flat` (throughput only): one row per token and
@@ -215,8 +216,9 @@ class Communicator(Status):
             expert_alignment: expert_major: each local expert's rows are padded with zero rows to a multiple of it.
             capacity: throughput only: N, whatever arrives, for shapes that do not change; what arrives is followed by
                 zero rows, of id -1 and weight 0. Equal on all ranks. None: what arrives (expert_alignment included).
-                CUDA tensors: by kernels alone, with the backward, so that a CUDA graph can hold them; what does not
-                fit, ids that are none, and a recompute that routes otherwise, the device finds, and `check` raises.
+                CUDA tensors, where all ranks address each other's memory: by kernels alone, with the backward, so that
+                a CUDA graph can hold them; what does not fit, ids that are none, and a recompute that routes otherwise,
+                the device finds, and `check` raises.
             handle: of an earlier dispatch: same routing, layout, alignment and capacity again, without exchanging
                 counts (but where kernels alone make it); `mode`, `layout` and `expert_alignment` are not read then.
 
@@ -286,13 +288,13 @@ class Communicator(Status):
                 `combine_buffer` (or is `received.x` itself) is not copied; in low-latency mode peers may read it until
                 this rank has made `2 * max_in_flight` further calls, and it must not be written to before.
             handle: of the dispatch.
-            topk_weights: `[T, K]` floating point: the sum is of weight * row; None: of the rows. expert_major only.
-                Not read where `topk_idx` is -1, where its gradient is 0.
+            topk_weights: `[T, K]` floating point: the sum is of weight * row; None: of the rows. expert_major only. On
+                all ranks or on none. Not read where `topk_idx` is -1, where its gradient is 0.
             reduce: `exact`: the order above. `per_host`: between hosts, a token's rows of each domain (see `topology`)
                 are summed there like that, rounded to the dtype of `y`, and these sums are added at home in ascending
                 domain, in float32 (float64), rounded once: one row per token and domain crosses the link. The same
                 bits each time, but not those of another topology. Equal on all ranks. CUDA tensors: `exact` only, where
-                a given topology has several domains that address each other's memory.
+                a given topology has several domains that address each other's memory, and in low-latency mode.
 
         Returns:
             `[T, H]`, dtype of `y`; zero for a token without routes.

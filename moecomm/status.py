@@ -49,10 +49,10 @@ class Status:
     def check(self) -> None:
         """Waits for the device and raises what has gone wrong in calls that kernels make alone, replayed ones included.
 
-        Those are low-latency calls, and throughput calls with a capacity. The device finds these errors, so calls and
-        `wait` raise them only if they are known by then. They stop the later calls by kernels of every rank, so that
-        nothing of a result is worth anything before `check` has not raised. All ranks call it behind the same calls. On
-        the CPU there is nothing to wait for, and nothing to raise.
+        Those are low-latency calls and, where all ranks address each other's memory, throughput calls with a capacity.
+        The device finds these errors, so calls and `wait` raise them only if they are known by then. They stop the
+        later calls by kernels of every rank, so that nothing of a result is worth anything before `check` has not
+        raised. All ranks call it behind the same calls. On the CPU there is nothing to wait for, and nothing to raise.
 
         Raises:
             CapacityExceeded: rows did not fit (low latency: duplicates in `topk_idx`); all ranks raise it, and may go

@@ -57,6 +57,12 @@ def calls_that_differ(comm):
             "travelling weights=no",
             "travelling weights=yes",
         ),
+        "weights of a combine": (
+            partial(comm.combine, y, first.handle),
+            partial(comm.combine, y, first.handle, weights),
+            "travelling weights=no, handle",
+            "travelling weights=no, topk_weights, handle",
+        ),
         "handle of a cached dispatch": (
             partial(comm.dispatch, x, handle=first.handle),
             partial(comm.dispatch, x, handle=second.handle),

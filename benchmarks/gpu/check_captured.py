@@ -129,23 +129,34 @@ class _Ranks:
 
     def combine(self, answers: list[Tensor], weights: list[Tensor | None], outs: list[Tensor]) -> None:
         device = self.side.device
-        if self.is_static:
-            self._combine_static([y.to(device) for y in answers], weights, outs)
-            return
         for exchange, placed, y in zip(self.exchanges, self.placed, answers, strict=True):
             exchange.send_rows(y.to(device), placed)
         for exchange, placed, out, scale in zip(self.exchanges, self.placed, outs, weights, strict=True):
             exchange.sum_rows(placed, out, topk_weights=None if scale is None else scale.to(device))
 
-    def _combine_static(self, answers: list[Tensor], weights: list[Tensor | None], outs: list[Tensor]) -> None:
-        device, parts = self.side.device, list(zip(self.statics, self.static_blocks, strict=True))
-        for (static, block), y, place in zip(parts, answers, self._outputs, strict=True):
-            static.send_rows(y, block, place=place, signature=_SIGNATURE)
-        for (static, block), out, scale in zip(parts, outs, weights, strict=True):
+    def combine_static(
+        self, answers: list[Tensor], numbers: list[Tensor], weights: list[Tensor | None], outs: list[Tensor]
+    ) -> list[Tensor]:
+        """The same, with a number beside each row; what comes home of those. Every other rank goes by a copy."""
+        device, parts = self.side.device, []
+        for rank, (static, block) in enumerate(zip(self.statics, self.static_blocks, strict=True)):
+            answered, num_tokens = block.answered, len(outs[rank])
+            if rank % 2 == 0:
+                memory = torch.empty(static.answered_words(block, num_tokens), dtype=torch.int64, device=device)
+                answered = static.answered(block, memory, num_tokens)
+                static.keep(block, answered)
+            parts.append((static, answered))
+        beside = [each.to(device) for each in numbers]
+        for (static, answered), y, values, place in zip(parts, answers, beside, self._outputs, strict=True):
+            how = {"place": place, "values": values, "values_at": values.data_ptr()}
+            static.send_rows(y.to(device), answered, signature=_SIGNATURE, **how)
+        home = [poisoned(len(out), self.form.num_topk, dtype=values.dtype, device=device) for out in outs]
+        for (static, answered), out, scale, of_mine in zip(parts, outs, weights, home, strict=True):
             moved = None if scale is None else scale.to(device)
-            static.sum_rows(block, out, signature=_SIGNATURE, topk_weights=moved)
-        for static, block in parts:
-            static.release(block)
+            static.sum_rows(answered, out, signature=_SIGNATURE, topk_weights=moved, home=of_mine)
+        for static, answered in parts:
+            static.release(answered)
+        return home
 
     def wrong(self, rank: int, inputs: Inputs, learned: Sorted, memory: list[Tensor]) -> int:
         """Elements of a rank's block, and of what it has learned, that are not the reference's."""
@@ -203,7 +214,15 @@ def _pairs(
             for ids in inputs.ids
         ]
         whole = [poisoned(t + 2, columns, dtype=torch.bfloat16, device=context.device) for t in inputs.tokens]
-        ranks.combine(answers, weights, [each[1:-1] for each in whole])
+        outs = [each[1:-1] for each in whole]
+        if is_static:
+            numbers = [random_rows((n,), torch.float32, f"v {call} {rank}") for rank, n in enumerate(ranks.num_rows)]
+            home = ranks.combine_static(answers, numbers, weights, outs)
+            for rank in everyone:
+                came = reference.pull_values(right[rank][0].routes, [each.data_ptr() for each in numbers])
+                yield "static combine", f"{name}, numbers beside rows", wrong_bits(home[rank], came)
+        else:
+            ranks.combine(answers, weights, outs)
         addresses = [answer.data_ptr() for answer in answers]
         for rank, exchange in enumerate(ranks.exchanges):
             exchange.check()

@@ -92,7 +92,7 @@ class Call:
         words: what the ranks must agree on.
         phases: the first never waits, each later one only at its start.
         job: what the phases work on; let go of at the end.
-        recording: autograd records the call here. Ranks need not agree.
+        recording: autograd records the call here; see `Routing`.
         by_device: only the devices count it, see `DeviceCalls`; else the hosts do.
 
     Attributes:

@@ -28,7 +28,7 @@ from moecomm.algorithms.device_sequencer import DeviceSequencer
 from moecomm.algorithms.eager import Eager
 from moecomm.algorithms.eager_sizes import EagerForm, EagerSizes
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.routing import DeviceRouting, Routing
+from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 from moecomm.devices.base import AsynchronousDevice
@@ -200,21 +200,25 @@ class Captured(DeviceAlgorithm):
         return self._sizes.rows(layout, expert_alignment)
 
     def is_by_device(self, routing: Routing | None, *, is_hosted: bool, recording: bool, is_fixed: bool) -> bool:
-        # Where ranks are far nobody else makes calls, so refusals are these calls' as well.
-        is_ours = self._has_far or not (is_hosted or recording)
-        return is_ours and (routing is None or routing.on_device is not None)
+        if self._has_far:  # nobody else makes calls, so refusals are these calls' as well
+            return True
+        return not (is_hosted or recording) and (routing is None or routing.on_device is not None)
+
+    def _check_alone(self, routing: Routing, values: torch.Tensor | None = None) -> None:
+        """Raises ValueError for calls in which hosts take part, where they cannot."""
+        is_known = routing.routes is None or routing.on_device is not None  # an operator's handle is the hosts'
+        if self._has_far and (routing.is_hosted or routing.recording or values is not None or not is_known):
+            raise ValueError(_FAR_AND_HOSTED)
 
     def make_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
     ) -> CapturedDispatch:
-        if self._has_far and (routing.is_hosted or routing.recording):
-            raise ValueError(_FAR_AND_HOSTED)
+        self._check_alone(routing)
         return CapturedDispatch(self, x, routing, row_format, topk_weights)
 
     def make_combine(
         self,
         y: torch.Tensor,
-        known: DeviceRouting,
         routing: Routing,
         row_format: RowFormat,
         *,
@@ -222,12 +226,12 @@ class Captured(DeviceAlgorithm):
         values: torch.Tensor | None,  # never: hosts take part then, if they can
         per_host: bool,  # on a device, in one domain: the same
     ) -> CapturedCombine:
-        if self._has_far and (routing.is_hosted or routing.recording or values is not None):
-            raise ValueError(_FAR_AND_HOSTED)
+        self._check_alone(routing, values)
         if self._has_far and per_host:
             raise ValueError(
                 "reduce: 'per_host' sums over rails; the rows of a low-latency call come home one by one; use 'exact', "
                 "or mode='throughput'"
             )
         self.exchange.memory.num_copies += 1
-        return CapturedCombine(self, y, known, routing, row_format, topk_weights)
+        assert routing.on_device is not None
+        return CapturedCombine(self, y, routing.on_device, routing, row_format, topk_weights)

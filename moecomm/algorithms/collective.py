@@ -109,7 +109,7 @@ class Collective(Session):
         values: torch.Tensor | None,
         per_host: bool,
     ) -> Call:
-        words = words_of(routing, row_format, values, per_host=per_host)
+        words = words_of(routing, row_format, values, weighted=topk_weights is not None, per_host=per_host)
         call = Call(Operation.COMBINE, words, _PHASES, recording=routing.recording)
         return self._begin(call, lambda: self._combine(call, y, routing, row_format, topk_weights, values, per_host))
 

@@ -12,7 +12,7 @@ from moecomm.algorithms.base import Algorithm
 from moecomm.algorithms.calls import Call
 from moecomm.algorithms.device_calls import DeviceJob
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.routing import DeviceRouting, Routing
+from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.codecs.base import RowFormat
 
@@ -43,7 +43,6 @@ class DeviceAlgorithm(Algorithm):
     def make_combine(
         self,
         y: torch.Tensor,
-        known: DeviceRouting,
         routing: Routing,
         row_format: RowFormat,
         *,
@@ -51,7 +50,7 @@ class DeviceAlgorithm(Algorithm):
         values: torch.Tensor | None,
         per_host: bool,
     ) -> DeviceJob:
-        """A combine by kernels, for which everything is set aside; see `begin_combine`. `known`: of the routing."""
+        """A combine by kernels, for which everything is set aside; see `begin_combine`."""
 
     def begin_dispatch(
         self, x: torch.Tensor, routing: Routing, row_format: RowFormat, topk_weights: torch.Tensor | None
@@ -73,9 +72,8 @@ class DeviceAlgorithm(Algorithm):
         may_change: bool,
         per_host: bool = False,
     ) -> Call:
-        known = routing.on_device
         who = {"is_hosted": routing.is_hosted, "recording": routing.recording or values is not None}
-        if known is None or not self.is_by_device(routing, **who, is_fixed=False):
+        if not self.is_by_device(routing, **who, is_fixed=False):
             return self.hosted.begin_combine(
                 y,
                 routing.known_to_host(),
@@ -85,10 +83,11 @@ class DeviceAlgorithm(Algorithm):
                 may_change=may_change,
                 per_host=per_host,
             )
-        how = (y, known, routing, row_format)
 
         def make() -> DeviceJob:
-            return self.make_combine(*how, topk_weights=topk_weights, values=values, per_host=per_host)
+            return self.make_combine(
+                y, routing, row_format, topk_weights=topk_weights, values=values, per_host=per_host
+            )
 
         return self._begin(self.combining, make)
 

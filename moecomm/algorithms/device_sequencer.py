@@ -42,9 +42,10 @@ class DeviceSequencer(Sequencer):
     def begin(self, call: Call) -> Call:
         if self._queue.is_capturing():
             raise ValueError(
-                f"{call.operation.title}: hosts take part in this call, so no graph can hold it. Throughput calls with "
-                "a capacity can be captured, with their backward, and low-latency calls that autograd does not record, "
-                "where no compiler and no dispatch mode traces them and their handle comes from such a call"
+                f"{call.operation.title}: hosts take part in this call, so no graph can hold it. Low-latency calls "
+                "that autograd does not record can be captured, and, where all ranks address each other's memory, "
+                "throughput calls with a capacity, with their backward; where no compiler and no dispatch mode traces "
+                "them and their handle comes from such a call"
             )
         self.before_begin()
         try:

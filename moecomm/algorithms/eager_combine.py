@@ -62,7 +62,8 @@ class EagerCombine:
         self.far: Homecoming | None = None
         if not tools.exchange.reach.is_complete:
             self.far = Homecoming(tools.exchange, routing, self.row_bytes)
-        self.call = Call(_OPERATION, words_of(routing, row_format, values), self._phases, self, routing.recording)
+        words = words_of(routing, row_format, values, weighted=topk_weights is not None)
+        self.call = Call(_OPERATION, words, self._phases, self, routing.recording)
 
     def prepare(self, queue: OrderedQueue) -> None:
         """Before the device's work: room for results, and what must live until it is done."""

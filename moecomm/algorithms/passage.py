@@ -33,7 +33,7 @@ from moecomm.topology import Topology
 __all__ = ["Part", "Passage", "pieces_of", "to_homes", "to_rails"]
 
 # Bytes; less crosses in one piece, for each piece costs a launch and a round trip.
-LEAST_CUT = 1 << 23
+_LEAST_CUT = 1 << 23
 # So the arrays of a piece begin where 16 bytes do, as those of a whole part, and kernels are the same.
 _ROWS_TOGETHER = 16
 Senders = Callable[[int], list[tuple[int, int]]]
@@ -180,7 +180,7 @@ class Passage:
 
 def pieces_of(nbytes: int) -> int:
     """In how many pieces so much is put, or passed on."""
-    return PIECES if nbytes >= LEAST_CUT else 1
+    return PIECES if nbytes >= _LEAST_CUT else 1
 
 
 def to_rails(

@@ -72,7 +72,7 @@ class Combine:
             if values is not None:
                 plane_bytes += (values.element_size() * math.prod(values.shape[1:]),)
             self.far = Homecoming(exchange, routing, plane_bytes)
-        words = words_of(routing, row_format, values, per_host=per_host)
+        words = words_of(routing, row_format, values, weighted=topk_weights is not None, per_host=per_host)
         self.call = Call(Operation.COMBINE, words, phases, self, routing.recording)
 
     def _num_rows(self, routing: Routing) -> int:

@@ -54,7 +54,7 @@ class Routing(NamedTuple):
         capacity: 0 = as many rows as arrive; else the shape is fixed: rows per expert (slab), rows in all. The same on
             all ranks.
         origin, fingerprint: what the stamp says, where that is known without reading a tensor; else None.
-        recording: autograd records the call here. Ranks need not agree.
+        recording: autograd records the call here. Ranks need not agree, but where kernels alone make it.
         is_hosted: the host must know what comes of the call, which is an operator's. On a device all ranks agree.
         on_device: what the device alone knows, with counts and stamp; None: the host knows all.
         mode: which algorithm carries it: `throughput`, or `low_latency`, whose shapes are always fixed.

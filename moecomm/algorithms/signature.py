@@ -39,7 +39,7 @@ _TITLES = {
     Operation.EAGER_DISPATCH: "low-latency dispatch",
     Operation.EAGER_COMBINE: "low-latency combine",
 }
-_PER_HOST = 2
+_BESIDE, _PER_HOST, _WEIGHTED = 1, 2, 4
 _LAYOUTS = ("expert_major", "flat", "slab")
 
 
@@ -51,23 +51,32 @@ def shape_words(
     return _LAYOUTS.index(layout), expert_alignment, capacity, *row_format.words, num_topk, int(extra)
 
 
-def words_of(routing: Routing, row_format: RowFormat, extra: torch.Tensor | None, *, per_host: bool = False) -> Words:
+def words_of(
+    routing: Routing,
+    row_format: RowFormat,
+    extra: torch.Tensor | None,
+    *,
+    weighted: bool = False,
+    per_host: bool = False,
+) -> Words:
     """What the ranks of a call must agree on, as the 9 integers that are sent.
 
     They are: layout; alignment; capacity, or 0; codec, dtype and hidden size of the rows; K; 1 if something travels
-    beside each row, plus 2 if a combine sums per host; number of the dispatch that made the handle, or -1.
+    beside each row, plus 2 if a combine sums per host, plus 4 if it weighs rows; number of the dispatch that made the
+    handle, or -1.
 
     Arguments:
         routing: of the call.
         row_format: of its rows.
         extra: weights or values that travel beside the rows, or None.
+        weighted: rows of a combine are weighed, where they are summed.
         per_host: each host's rows are summed there.
     """
     num_topk = routing.topk_idx.shape[1]
     form = (routing.layout, routing.expert_alignment, routing.capacity)
     words = shape_words(*form, row_format, num_topk, extra is not None)
-    if per_host:
-        words = (*words[:-1], words[-1] + _PER_HOST)
+    if weighted or per_host:
+        words = (*words[:-1], words[-1] + _PER_HOST * per_host + _WEIGHTED * weighted)
     return *words, origin_of(routing)
 
 
@@ -78,7 +87,7 @@ def digest_of(operation: Operation, words: Words) -> int:
 
 def describe(operation: int, words: Words) -> str:
     """A call in words, from what was sent."""
-    layout, alignment, capacity, codec, dtype, hidden, num_topk, weights, origin = words
+    layout, alignment, capacity, codec, dtype, hidden, num_topk, how, origin = words
     title = Operation(operation).title if operation in list(Operation) else f"operation {operation}"
     text = (
         f"{title}(hidden={hidden}, dtype={dtype_name(dtype)}, num_topk={num_topk}, "
@@ -89,8 +98,10 @@ def describe(operation: int, words: Words) -> str:
         text += f", capacity={capacity}"
     if codec:
         text += f", codec={codec}"
-    text += f", travelling weights={'yes' if weights % _PER_HOST else 'no'}"
-    if weights >= _PER_HOST:
+    text += f", travelling weights={'yes' if how & _BESIDE else 'no'}"
+    if how & _WEIGHTED:
+        text += ", topk_weights"
+    if how & _PER_HOST:
         text += ", reduce=per_host"
     if origin >= 0:
         text += f", handle of dispatch #{origin}"

@@ -23,7 +23,7 @@ from moecomm.algorithms.device_algorithm import DeviceAlgorithm
 from moecomm.algorithms.eager_sizes import EagerForm, EagerSizes
 from moecomm.algorithms.exchange import Exchange
 from moecomm.algorithms.rendezvous import Rendezvous
-from moecomm.algorithms.routing import DeviceRouting, Routing
+from moecomm.algorithms.routing import Routing
 from moecomm.algorithms.signature import Operation
 from moecomm.algorithms.static_calls import StaticCombine, StaticDispatch
 from moecomm.codecs.base import RowFormat
@@ -119,7 +119,6 @@ class Static(DeviceAlgorithm):
     def make_combine(
         self,
         y: torch.Tensor,
-        known: DeviceRouting,
         routing: Routing,
         row_format: RowFormat,
         *,
@@ -127,5 +126,6 @@ class Static(DeviceAlgorithm):
         values: torch.Tensor | None,
         per_host: bool,
     ) -> StaticCombine:
-        how = (self, y, known, routing, row_format)
+        assert routing.on_device is not None
+        how = (self, y, routing.on_device, routing, row_format)
         return StaticCombine(*how, topk_weights=topk_weights, values=values, per_host=per_host)

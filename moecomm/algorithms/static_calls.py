@@ -140,7 +140,7 @@ class StaticCombine:
         self.copies: list[torch.Tensor] = []
         self.place = self._place_of(self.rows)
         self.values_at = 0 if values is None else self._place_of(values)
-        words = words_of(routing, row_format, values, per_host=per_host)
+        words = words_of(routing, row_format, values, weighted=topk_weights is not None, per_host=per_host)
         self.signature = digest_of(Operation.COMBINE, words)
         self.call = Call(Operation.COMBINE, words, self._phases, self, routing.recording, by_device=True)
         self.call.recorded = routing.recording

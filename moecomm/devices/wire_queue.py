@@ -7,7 +7,8 @@
 What `device_queue.py` says of the order holds unchanged, also between ranks that are far from each other:
 
 - A signal is one kernel behind the work that it speaks of. To a near rank it releases what earlier kernels stored; to a
-  far one it comes behind all that this kernel puts there. Nothing else is ever put, so nothing else must be ordered.
+  far one it comes behind all that this kernel puts there. Low-latency calls put by themselves, and signal on lanes of
+  their own; nothing else is ever put, so nothing else must be ordered.
 - The kernel ends when all that it has put has arrived (quiet). So what lies at the source may change from there on, in
   the order of the stream, and a signal of later work says the same of earlier puts.
 - Where the rank has work to do meanwhile, such kernels run on a stream beside ours, behind what that was given before

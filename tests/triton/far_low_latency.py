@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from late_ranks import SIZES
+from late_ranks import SIZES, Looking
 from nvshmem_ranks import OwnDevice, opened
 
 from moecomm import CallMismatch, CapacityExceeded, Communicator, PeerLost, PeerTimeout
@@ -87,6 +87,10 @@ def refuse_and_go_on(group):
             comm.combine(received.x.clone().requires_grad_(), received.handle)
         with pytest.raises(ValueError, match=r"reduce: 'per_host' sums over rails.*use 'exact'"):
             comm.combine(received.x, received.handle, reduce="per_host")
+        with Looking(), pytest.raises(ValueError, match=r"or traced; make it"):
+            comm.combine(received.x, received.handle)
+        with Looking(), pytest.raises(ValueError, match=r"or traced; make it"):
+            comm.dispatch(torch.ones(4, 24), None, handle=received.handle)
         check_pair(comm, "throughput")
         check_pair(comm)
         wrong = ids.clone()

@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import torch
 from late_device import LateDevice, LateStream
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moecomm import Communicator
 from moecomm.algorithms.calls import LANE_DONE, LANE_GRANTED
@@ -23,6 +24,13 @@ LOW_LATENCY = {
     "slab": {"mode": "low_latency"},
     "grouped": {"mode": "low_latency", "layout": "expert_major", "expert_alignment": 2},
 }
+
+
+class Looking(TorchDispatchMode):
+    """Looks at torch operators, as selective checkpointing does."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
 
 
 def exchange(comm, dtype, kinds):

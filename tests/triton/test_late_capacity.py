@@ -9,8 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 from late_device import LateDevice
-from late_ranks import SIZES
-from torch.utils._python_dispatch import TorchDispatchMode
+from late_ranks import SIZES, Looking
 
 from moecomm import Communicator
 from moecomm.testing import uniform
@@ -37,13 +36,6 @@ def test_the_contract_of_capacity(check, monkeypatch):
     few = capacity.cases_for  # kernels are interpreted
     monkeypatch.setattr(capacity, "cases_for", lambda num_ranks: [c for c in few(num_ranks) if max(c.tokens) <= 5][:4])
     check(World("threads", "local", rank_counts=(1, 3), timeout=200))
-
-
-class Looking(TorchDispatchMode):
-    """Looks at torch operators, as selective checkpointing does."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,11 @@ def cut_all(fn):
 
     @functools.wraps(fn)
     def cutting(*args):
-        least, passage.LEAST_CUT = passage.LEAST_CUT, 0
+        least, passage._LEAST_CUT = passage._LEAST_CUT, 0
         try:
             return fn(*args)
         finally:
-            passage.LEAST_CUT = least
+            passage._LEAST_CUT = least
 
     return cutting
 

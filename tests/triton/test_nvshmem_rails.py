@@ -8,9 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 from late_device import LateStream
-from late_ranks import CAPACITY, SIZES, THROUGHPUT, TOKENS
+from late_ranks import CAPACITY, SIZES, THROUGHPUT, TOKENS, Looking
 from nvshmem_ranks import OwnDevice, compare, opened, run
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moecomm import Communicator, MemoryLimitExceeded, PeerFailed, PeerTimeout
@@ -213,19 +212,12 @@ def test_what_passes_through_counts_against_the_limit_and_all_ranks_say_so():
 # -- through operators -------------------------------------------------------------------------------------------------
 
 
-class Watching(TorchDispatchMode):
-    """Sees each operator, as compilers and selective checkpointing do; handles are made of tensors then."""
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        return function(*arguments, **(options or {}))
-
-
 def watched(group):
     device, found = OwnDevice(group), []
     with opened(group, device, algorithm="hierarchical") as comm:
         x, ids = random_rows((3, 24), torch.float32, f"x {comm.rank}"), with_duplicates(3, 6, 3, seed=comm.rank)
         for is_watched in (False, True):
-            with Watching() if is_watched else contextlib.nullcontext():
+            with Looking() if is_watched else contextlib.nullcontext():
                 received = comm.dispatch(x, ids)
                 again = comm.dispatch(x, handle=received.handle)
                 sums = [comm.combine(received.x, received.handle, reduce=how) for how in ("per_host", "exact")]

@@ -302,7 +302,7 @@ def recompute(group, way, fixed, culprit):
         (2, travelling, FLAT, 0),
         (2, at_home, FLAT, 1),
     ],
-    ids=str,
+    ids=lambda it: getattr(it, "__name__", str(it)),
 )
 def test_a_recompute_that_routes_otherwise_stops_all_ranks(num_ranks, way, fixed, culprit):
     launch(recompute, num_ranks, way, fixed, culprit, timeout=200)
