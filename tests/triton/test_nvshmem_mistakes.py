@@ -13,8 +13,9 @@ def test_what_is_in_order_is_right_and_mistakes_show_with_one_of_a_few_seeds(mis
     if not mistake:
         assert run(is_right, 2, 1, mistake, has_weights, seed=1) == [True, True]
         return
-    for seed in range(8):
-        if False in run(is_right, 2, 1, mistake, has_weights, seed=seed):
+    for seed in range(16):
+        # A machine that is busy itself is late where a network should be: then it must be later still.
+        if False in run(is_right, 2, 1, mistake, has_weights, seed=seed, slowness=(1, 10)[seed % 2]):
             return
     pytest.fail(f"with every seed the rows were right all the same: {mistake}")
 
