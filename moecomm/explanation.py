@@ -63,7 +63,7 @@ def _details(session: Session, mode: str, algorithm: Algorithm) -> list[str]:
         return _choices(session.hops)
     if not session.num_crossings:
         return [f"tensors on {session.device.kind} cross between domains from rank to rank"]
-    return [*_choices(session.hops), "combine from rank to rank: a row per route; reduce='per_host': over rails"]
+    return _choices(session.hops)
 
 
 def _choices(hops: Hops) -> list[str]:

@@ -53,23 +53,24 @@ class DeviceHierarchicalDispatch(Dispatch):
         self.rail_routes: dict[int, torch.Tensor] = {}  # by source
 
     def _count(self) -> int:
-        return self.rails.count(self.routing.topk_idx)
+        return self.rails.count(self.routing.topk_idx, self.routing.layout)
 
     def _needs_to_send(self, counts: npt.NDArray[np.int32]) -> list[int]:
         exchange, topology = self.exchange, self.rails.topology
         if self.crossings is None:
             self.crossings = exchange.mailbox.crossings(self.call.sequence, topology.num_domains)
-        if not self._is_worth_it(counts, self.crossings):
+        num_tokens = self.crossings[:, 0]
+        if not self._is_worth_it(counts, num_tokens):
             self.call.phases = Dispatch._cached_phases if self.cached else Dispatch._phases
             return super()._needs_to_send(counts)
-        self.passage = to_rails(topology, exchange.rank, exchange.reach.far, self.crossings, self.arrays)
+        self.passage = to_rails(topology, exchange.rank, exchange.reach.far, num_tokens, self.arrays)
         self.call.followed = self.rails.followed((LANE_BEGUN, LANE_GRANTED), self.passage)
         return [self.passage.leaving_bytes, self.passage.arriving_bytes]
 
-    def _is_worth_it(self, counts: npt.NDArray[np.int32], crossings: torch.Tensor) -> bool:
+    def _is_worth_it(self, counts: npt.NDArray[np.int32], num_tokens: torch.Tensor) -> bool:
         """Whether fewer bytes cross between domains this way; the same on all ranks, who know all counts."""
         direct = self.rails.rails.direct_rows(counts, self.routing.layout) * sum(self.planes)
-        num_rows = self.rails.crossing_rows(crossings)
+        num_rows = self.rails.crossing_rows(num_tokens)
         costs = (direct, num_rows * sum(self.arrays), num_rows * self.row_format.row_bytes)
         return self.exchange.hops.choose("dispatch", self.call.title, *costs)
 

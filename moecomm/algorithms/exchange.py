@@ -86,8 +86,8 @@ class Exchange(Session):
         self.memory = ReceiveMemory(transport, device, self.queue, memory_limit, max(limits), fixed_bytes)
         self.reach = Reach(transport, self.memory.region)
         num_counts = placement.num_experts + placement.num_ranks
-        # There are at most as many domains as ranks.
-        num_crossings = 0 if device.is_host or self.reach.is_complete else placement.num_ranks
+        # Two by domain, of which there are at most as many as ranks.
+        num_crossings = 0 if device.is_host or self.reach.is_complete else 2 * placement.num_ranks
         self.mailbox = Mailbox(transport, num_counts, 2 * max_in_flight, num_crossings)
         self.bases = [transport.peer(self.memory.region, rank) or 0 for rank in range(transport.num_ranks)]
         num_local = len(placement.local_experts(self.rank))

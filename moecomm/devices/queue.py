@@ -171,15 +171,15 @@ class OrderedQueue(Queue):
         expert_rank: Tensor,
         num_ranks: int,
         counts: Tensor,
-        expert_domain: Tensor,
+        tally: Callable[[Tensor, Tensor], object],
         crossings: Tensor,
     ) -> int:
-        """`count_routes`, and in the same wait how many tokens have an expert in each domain.
+        """`count_routes`, and in the same wait what else is to be counted.
 
         Arguments:
             topk_idx, expert_rank, num_ranks, counts: as there.
-            expert_domain: `[E]` int32 on the device, the domain of each expert.
-            crossings: `[D]` int32 on the host, overwritten.
+            tally: work that counts ids, leaving numbers in a tensor `[C]` int64 on the device; ids may be bad.
+            crossings: `[C]` int32 on the host, overwritten.
 
         Raises:
             ValueError, PeerTimeout, PeerLost: as there.

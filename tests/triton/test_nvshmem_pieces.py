@@ -110,14 +110,14 @@ def dispatches(comm, options, blank=lambda: None):
     return found
 
 
-def sums(comm, options, blank=lambda: None):
-    """What a combine with a sum per domain gives, and its gradients, for which values come home."""
+def sums(comm, options, blank=lambda: None, *, reduce="per_host"):
+    """What a combine gives, and its gradients, for which values come home."""
     ids = masked(TOKENS, 6, 3, seed=comm.rank)
     received = comm.dispatch(torch.zeros(TOKENS, 24), ids, **options)
     y = random_rows(tuple(received.x.shape), torch.float32, f"y {comm.rank}").requires_grad_()
     scale = torch.rand(TOKENS, 3, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
     blank()
-    home = comm.combine(y, received.handle, None if "layout" in options else scale, reduce="per_host")
+    home = comm.combine(y, received.handle, None if "layout" in options else scale, reduce=reduce)
     home.square().sum().backward()
     return [one.detach().clone() for one in (home, y.grad, *(() if "layout" in options else (scale.grad,)))]
 
@@ -150,9 +150,11 @@ def test_dispatches_in_pieces_of_one_part_and_of_several_are_the_native_bits(num
         assert all(are_right)
 
 
+@pytest.mark.parametrize("reduce", ["per_host", "exact"])
 @pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {"layout": "flat"})])
-def test_sums_in_pieces_are_the_native_bits(num_ranks, options):
-    for pushes, are_right in run(in_pieces, num_ranks, 1, CountsPushes, sums, options):
+def test_sums_in_pieces_are_the_native_bits(num_ranks, options, reduce):
+    calls = functools.partial(sums, reduce=reduce)
+    for pushes, are_right in run(in_pieces, num_ranks, 1, CountsPushes, calls, options):
         assert pushes[LANE_CROSSED] == 2 * PIECES  # of the dispatch that brings gradients, too
         assert pushes[None] >= PIECES
         assert all(are_right)
