@@ -61,7 +61,8 @@ class Held(WireQueue):
 
     def wait_for(self, ranks, lane, sequence):
         super().wait_for(ranks, lane, sequence)
-        self.run(lambda: self.flags.raise_one("has its answers"))
+        if lane == LANE_ANSWERED:
+            self.run(lambda: self.flags.raise_one("has its answers"))
 
 
 def before(owner, name, wait):
@@ -94,9 +95,9 @@ def dispatch(comm):
     return received, torch.equal(received.x, wanted.repeat(len(received.num_tokens_per_expert), 1))
 
 
-def combine(comm, received):
+def combine(comm, received, reduce):
     """Whether a combine brings home what the dispatch sent."""
-    home = comm.combine(received.x, received.handle, reduce="per_host")
+    home = comm.combine(received.x, received.handle, reduce=reduce)
     return torch.equal(home, 6 * rows_of(comm.rank))
 
 
@@ -126,7 +127,7 @@ def held(kind, where, queue, names):
             yield
 
 
-def held_back(group, folder, late, kind, where, *names):
+def held_back(group, folder, late, kind, where, names, reduce="exact"):
     """Whether a dispatch and a combine are right in one of which a rank is late."""
     device = OwnDevice(group, queue_class=Held)
     with opened(group, device, algorithm="hierarchical", **SIZES) as comm:
@@ -137,42 +138,55 @@ def held_back(group, folder, late, kind, where, *names):
             with until_done if "dispatch" in kind else contextlib.nullcontext():
                 received, is_right = dispatch(comm)
             with contextlib.nullcontext() if "dispatch" in kind else until_done:
-                is_home_right = combine(comm, received)
+                is_home_right = combine(comm, received, reduce)
         del received
     device.end()
     return is_right, is_home_right
 
 
-@pytest.mark.parametrize(("kind", "lane"), [("dispatch begins", LANE_CROSSED), ("combine begins", LANE_GRANTED)])
-def test_a_device_begins_before_one_with_which_it_has_nothing_to_do(kind, lane, tmp_path):
+either_sum = pytest.mark.parametrize("reduce", ["per_host", "exact"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "lane", "reduce"),
+    [
+        ("dispatch begins", LANE_CROSSED, "exact"),
+        ("combine begins", LANE_GRANTED, "exact"),
+        ("combine begins", LANE_GRANTED, "per_host"),
+    ],
+)
+def test_a_device_begins_before_one_with_which_it_has_nothing_to_do(kind, lane, reduce, tmp_path):
     # Two domains of two: rank 0 writes to ranks 1 and 2, and reads of them, but not of rank 3.
     done = f"0 has signalled {lane} {1 if lane == LANE_CROSSED else 2} times"
-    assert run(held_back, 4, 2, str(tmp_path), 3, kind, "device", done) == [(True, True)] * 4
+    assert run(held_back, 4, 2, str(tmp_path), 3, kind, "device", [done], reduce) == [(True, True)] * 4
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_a_rail_passes_on_what_others_send_before_a_late_rank_sends(where, tmp_path):
     names = ("0 has passed on 1", "1 has passed on 0")
-    assert run(held_back, 3, 1, str(tmp_path), LATE, "dispatch", where, *names) == [(True, True)] * 3
+    assert run(held_back, 3, 1, str(tmp_path), LATE, "dispatch", where, names) == [(True, True)] * 3
 
 
+@either_sum
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_a_rail_answers_others_before_a_late_rank_asks(where, tmp_path):
+def test_a_rail_answers_others_before_a_late_rank_asks(where, reduce, tmp_path):
     names = ("0 has answered 1", "1 has answered 0")
-    assert run(held_back, 3, 1, str(tmp_path), LATE, "asks", where, *names) == [(True, True)] * 3
+    assert run(held_back, 3, 1, str(tmp_path), LATE, "asks", where, names, reduce) == [(True, True)] * 3
 
 
+@either_sum
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_who_shares_a_rail_with_a_late_rank_has_its_answers_before(where, tmp_path):
+def test_who_shares_a_rail_with_a_late_rank_has_its_answers_before(where, reduce, tmp_path):
     # Domains of one rank and of two: rank 0 is the rail of both others.
-    answers = run(held_back, 3, 2, str(tmp_path), LATE, "asks", where, "1 has its answers")
+    answers = run(held_back, 3, 2, str(tmp_path), LATE, "asks", where, ["1 has its answers"], reduce)
     assert answers == [(True, True)] * 3
 
 
-def test_whoever_has_the_answers_of_its_rails_waits_for_no_other(tmp_path):
+@either_sum
+def test_whoever_has_the_answers_of_its_rails_waits_for_no_other(reduce, tmp_path):
     # Two domains of two: rank 3 is the rail of rank 1 alone.
     names = ("0 has its answers", "2 has its answers")
-    assert run(held_back, 4, 2, str(tmp_path), 3, "answers", "device", *names) == [(True, True)] * 4
+    assert run(held_back, 4, 2, str(tmp_path), 3, "answers", "device", names, reduce) == [(True, True)] * 4
 
 
 def arrives(group, folder):
@@ -206,7 +220,7 @@ def beyond_the_deadline(group, folder):
     flags, device = Flags(folder, group.rank), OwnDevice(group)
     with opened(group, device, algorithm="hierarchical", **SIZES | {"timeout": timedelta(seconds=6)}) as comm:
         received, *is_right = dispatch(comm)
-        is_right.append(combine(comm, received))
+        is_right.append(combine(comm, received, "exact"))
         others = [f"{rank} has given up" for rank in range(2)]
         wait = (lambda: flags.wait(*others)) if comm.rank == LATE else (lambda: None)
         with before(DeviceHierarchicalDispatch, "_look", wait), pytest.raises((PeerTimeout, PeerFailed)) as caught:
@@ -214,7 +228,7 @@ def beyond_the_deadline(group, folder):
         flags.raise_one("has given up")
         group.all_gather(None)
         received, is_still_right = dispatch(comm)
-        is_right += [is_still_right, combine(comm, received)]
+        is_right += [is_still_right, combine(comm, received, "per_host")]
         del received
     device.end()
     return type(caught.value), caught.value.peers, str(caught.value), is_right
