@@ -212,6 +212,48 @@ def test_rows_are_there_before_a_device_of_another_domain_has_done_its_part(tmp_
     assert run(arrives, 4, 2, str(tmp_path)) == [True] * 4
 
 
+# -- whose rows are read where they lie --------------------------------------------------------------------------------
+
+
+class BeginsAtOnce(Held):
+    """Takes its neighbours' rows as they are; says that it has done all of a call but waited for the end."""
+
+    def wait_for(self, ranks, lane, sequence):
+        if lane == LANE_DONE:
+            self.run(lambda: self.flags.raise_one(f"has done call {sequence}"))
+        if lane != LANE_BEGUN:
+            super().wait_for(ranks, lane, sequence)
+
+
+def late_with_rows(group, folder, queue_class, reduce):
+    """Whether a combine is right where a device is late with its rows."""
+    device = OwnDevice(group, queue_class=queue_class)
+    with opened(group, device, algorithm="hierarchical", **SIZES) as comm:
+        queue, region = comm._exchanger.session.queue, comm._exchanger.session.memory.region
+        queue.flags = Flags(folder, comm.rank)
+        received, _ = dispatch(comm)
+        y, handle = received.x + 1, received.handle
+        del received
+        group.all_gather(None)
+        device.bytes_at(region.address, region.nbytes, None).fill_(0xFF)
+        group.all_gather(None)
+        if comm.rank == LATE:
+            wait = (lambda: time.sleep(0.2)) if queue_class is Held else lambda: queue.flags.wait("1 has done call 1")
+            queue.run(wait)
+        home = comm.combine(y, handle, reduce=reduce)
+        is_right = torch.equal(home, 6 * (rows_of(comm.rank) + 1))
+    device.end()
+    return is_right
+
+
+@either_sum
+@pytest.mark.parametrize("queue_class", [Held, BeginsAtOnce])
+def test_rows_of_neighbours_are_read_when_their_devices_have_begun(queue_class, reduce, tmp_path):
+    # Domains of one rank and of two: rank 1 reads rows of rank 2, for itself and for rank 0.
+    is_sound = queue_class is Held
+    assert run(late_with_rows, 3, 2, str(tmp_path), queue_class, reduce) == [is_sound, is_sound, True]
+
+
 # -- who is later than the deadline ------------------------------------------------------------------------------------
 
 
