@@ -5,10 +5,9 @@ import pickle
 import socket
 import sys
 import time
-import traceback
 from datetime import timedelta
 
-from moecomm.testing.failures import RankDied
+from moecomm.testing.failures import PackedError, RankDied, RankFailure, pack_error
 
 PORT = 29500
 START_TIMEOUT = 60.0
@@ -41,7 +40,7 @@ class RanksOnHosts:
     def __exit__(self, *_):
         self.stop()
 
-    def run(self, fn, num_ranks, *args, return_exceptions=False, meanwhile=None, timeout=40.0):
+    def run(self, fn, num_ranks, *args, return_exceptions=False, meanwhile=None, timeout=120.0):
         """Calls `fn(group, transport, *args)` on every rank; see `moecomm.testing.launch`.
 
         `meanwhile()` is called here when all ranks have called `begun()`. After a failure the ranks are replaced.
@@ -50,18 +49,20 @@ class RanksOnHosts:
         if not self._workers:
             self._start()
         for worker in self._workers:
-            worker.channel.send((fn, (self.transport, *args)))
+            worker.channel.send_bytes(pickle.dumps((fn, (self.transport, *args))))
         deadline = time.monotonic() + timeout
         if meanwhile is not None:
             said = [worker.answer(deadline - time.monotonic()) for worker in self._workers]
             assert said == [BEGUN] * num_ranks, said
             meanwhile()
         answers = [worker.answer(deadline - time.monotonic()) for worker in self._workers]
-        failures = [answer for answer in answers if isinstance(answer, Exception)]
+        texts = {rank: answer.text for rank, answer in enumerate(answers) if isinstance(answer, PackedError)}
+        answers = [answer.unpack() if isinstance(answer, PackedError) else answer for answer in answers]
+        failures = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}
         if failures:
             self.stop()
         if failures and not return_exceptions:
-            raise failures[0]
+            raise RankFailure(failures, texts)
         return answers
 
     def _start(self):
@@ -128,11 +129,11 @@ def work(descriptor):
     channel.send(READY)
     while True:
         try:
-            fn, args = channel.recv()
+            fn, args = pickle.loads(channel.recv_bytes())
         except EOFError:
             return
         try:
             answer = fn(group, *args)
-        except Exception:  # noqa: BLE001 - whatever it is, the test is to see it
-            answer = AssertionError(f"rank {group.rank}: {traceback.format_exc()}")
-        channel.send(answer)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test is to see it
+            answer = pack_error(error)
+        channel.send_bytes(pickle.dumps(answer))  # tensors by value: `send` would share their memory

@@ -1,11 +1,10 @@
-"""A layer on one rank, forward and backward: router, rows grouped by expert, experts, weighted sum.
+"""The layer on one rank, forward and backward: router, dispatch, experts, combine.
 
 T tokens   K num_topk   H hidden   I intermediate   E experts
 
-Ours is TopKRouter and GroupedExperts with its own kernels; between them, where a dispatch and a combine would be, both
-sides group and sum rows with the same lines of torch. The other side is written as one writes it in torch alone: a
-softmax over the gate, and the experts in a loop, or by grouped_mm. Outputs and gradients are compared as far as
-rounding allows.
+Ours is a `MoELayer` as users have it, with our own kernels and a communicator of one rank. The other side is written as
+one writes it in torch alone: a softmax over the gate, rows sorted by expert, and the experts in a loop, or by
+grouped_mm. Outputs and gradients are compared as far as rounding allows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from report import compared, unmeasured
 from sizes import layer_flops
 from torch import Tensor
 
-from moecomm.nn import GroupedExperts, TopKRouter
+from moecomm import Communicator, SoloGroup
+from moecomm.nn import GroupedExperts, MoELayer, TopKRouter
 
 __all__ = ["run"]
 
@@ -75,6 +75,18 @@ def run(context: Context) -> None:
     flops = layer_flops(sizes.layer_tokens, model.num_topk, num_experts, model.hidden, model.intermediate)
 
     def case() -> None:
+        with Communicator(
+            SoloGroup(),
+            num_experts=num_experts,
+            hidden=model.hidden,
+            num_topk=model.num_topk,
+            max_tokens_per_rank=1,  # of low-latency calls, of which there are none
+            transport="local",
+            device=context.device,
+        ) as comm:
+            measure(comm)
+
+    def measure(comm: Communicator) -> None:
         place: dict[str, Any] = {"device": context.device}
         dtype = dtype_of(context)
         # Their own initial weights are drawn on the CPU, which takes longer than all that is measured.
@@ -90,10 +102,7 @@ def run(context: Context) -> None:
             for weight in (router.weight, experts.gate_up_proj, experts.down_proj):
                 weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
         leaves = [x, router.weight, experts.gate_up_proj, experts.down_proj]
-
-        def ours() -> Tensor:
-            routed = router(x)
-            return grouped_layer(x, routed.topk_idx, routed.topk_weights, num_experts, experts)
+        layer = MoELayer(router, experts, communicator=comm)
 
         def theirs(compute: Callable[..., Tensor]) -> Tensor:
             chosen, weights = plain_router(x, router.weight, model.num_topk)
@@ -106,10 +115,11 @@ def run(context: Context) -> None:
 
         want = step(lambda: theirs(looped_experts))
         wrong = sum(
-            wrong_sums(one, other, relative=2.0**-6, absolute=0.1) for one, other in zip(step(ours), want, strict=True)
+            wrong_sums(one, other, relative=2.0**-6, absolute=0.1)
+            for one, other in zip(step(lambda: layer(x)), want, strict=True)
         )
         del want
-        timing = context.timer.measure(lambda: step(ours), seconds=context.case_seconds)
+        timing = context.timer.measure(lambda: step(lambda: layer(x)), seconds=context.case_seconds, waits=True)
         for name, compute, waits in (
             ("plain torch, experts in a loop", looped_experts, True),
             ("plain torch, grouped_mm", grouped_experts, False),

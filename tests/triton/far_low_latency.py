@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from late_ranks import SIZES, Looking
+from late_ranks import GIVE_UP, SIZES, Looking
 from nvshmem_ranks import OwnDevice, opened
 
 from moecomm import CallMismatch, CapacityExceeded, Communicator, PeerLost, PeerTimeout
@@ -136,7 +136,7 @@ def die_while_sending(group):
         send(*arguments)
 
     captured.send_messages = send_or_die
-    with opened(group, device, timeout=timedelta(seconds=2)) as comm:
+    with opened(group, device, timeout=GIVE_UP) as comm:
         for _ in range(2):
             check_pair(comm)
         # The host may notice while it waits for its device; else the device gives up.

@@ -1,7 +1,8 @@
 """The interpreter with fences: a kernel that touches a byte that is none of its arguments' fails, read or written.
 
 Arguments that are tensors may be touched as far as they reach, and no further into the memory behind them. What kernels
-get as addresses is allowed by the test, and what torch.empty_like makes, which some of them fill by address.
+get as addresses is allowed by the test, and what torch.empty_like makes, which some of them fill by address; or any
+tensor whose address somebody has asked for.
 """
 
 import contextlib
@@ -15,12 +16,16 @@ class OutOfBounds(AssertionError):
     """A kernel has left its memory."""
 
 
+_address_of = torch.Tensor.data_ptr
+
+
 def extent_of(tensor):
     """First byte and byte after the last."""
+    address = _address_of(tensor)
     if tensor.numel() == 0:
-        return tensor.data_ptr(), tensor.data_ptr()
+        return address, address
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return address, address + (last + 1) * tensor.element_size()
 
 
 class Fences:
@@ -71,8 +76,8 @@ class Fences:
 
 
 @contextlib.contextmanager
-def fences(monkeypatch):
-    """Everything that is launched inside is watched."""
+def fences(monkeypatch, *, follows_addresses=False):
+    """Everything that is launched inside is watched. `follows_addresses`: who asks for an address may hand it on."""
     fence = Fences()
     plain_call, plain_like = GridExecutor.__call__, torch.empty_like
     plain = {name: getattr(interpreter_builder, f"create_{name}") for name in ("masked_load", "masked_store")}
@@ -104,6 +109,8 @@ def fences(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(GridExecutor, "__call__", call)
         patch.setattr(torch, "empty_like", lambda *args, **options: fence.allow(plain_like(*args, **options)))
+        if follows_addresses:
+            patch.setattr(torch.Tensor, "data_ptr", lambda tensor: _address_of(fence.allow(tensor)))
         for name, watched in (("masked_load", load), ("masked_store", store), ("atomic_rmw", rmw), ("atomic_cas", cas)):
             patch.setattr(interpreter_builder, f"create_{name}", watched, raising=False)
         yield fence

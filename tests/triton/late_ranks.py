@@ -16,6 +16,8 @@ from moecomm.testing.contracts.cases import random_rows
 
 TOKENS = {1: (5,), 2: (5, 3), 3: (4, 0, 5), 4: (3, 0, 5, 2)}
 SIZES = {"num_experts": 6, "hidden": 24, "num_topk": 3, "max_tokens_per_rank": 8, "timeout": timedelta(seconds=30)}
+# Until who does not come is given up: longer than a busy machine takes to interpret the kernels of those that do.
+GIVE_UP = timedelta(seconds=10)
 
 
 THROUGHPUT = {"expert_major": {"expert_alignment": 4}, "flat": {"layout": "flat"}, "plain": {}}

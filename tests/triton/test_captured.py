@@ -52,12 +52,12 @@ def call_after_call(group, case, num_calls):
     ids=str,
 )
 def test_dozens_of_calls_give_what_the_reference_says(case):
-    launch(call_after_call, case.num_ranks, case, (0, 12, 10, 8)[case.num_ranks], backend="processes", timeout=60)
+    launch(call_after_call, case.num_ranks, case, (0, 12, 10, 8)[case.num_ranks], backend="processes", timeout=100)
 
 
 def test_four_ranks_and_more_ids_than_one_block_holds():
     case = Case(4, "expert_major", most=40, topk=5, num_experts=9, hidden=3)
-    launch(call_after_call, 4, case, 2, backend="processes", timeout=60)
+    launch(call_after_call, 4, case, 2, backend="processes", timeout=100)
 
 
 def overlap(group, case, num_calls):
@@ -79,7 +79,7 @@ def overlap(group, case, num_calls):
 
 
 def test_two_calls_in_flight_through_four_windows():
-    launch(overlap, 2, Case(2, "slab", depth=2), 10, backend="processes", timeout=60)
+    launch(overlap, 2, Case(2, "slab", depth=2), 10, backend="processes", timeout=100)
 
 
 def replayed(group, case, num_replays):
@@ -114,7 +114,7 @@ def replayed(group, case, num_replays):
 
 @pytest.mark.parametrize("case", [Case(2, "slab"), Case(3, "expert_major", hidden=16)], ids=str)
 def test_launches_of_one_call_can_be_replayed_with_new_contents(case):
-    launch(replayed, case.num_ranks, case, 9, backend="processes", timeout=60)
+    launch(replayed, case.num_ranks, case, 9, backend="processes", timeout=100)
 
 
 def test_rows_beyond_two_to_the_31_bytes():

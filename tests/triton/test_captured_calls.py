@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 from late_device import LateDevice
-from late_ranks import SIZES
+from late_ranks import GIVE_UP, SIZES
 
 from moecomm import Communicator, CommunicatorClosed, MemoryLimitExceeded, PeerFailed, PeerTimeout, TooManyInFlight
 from moecomm.testing import launch, masked, uniform
@@ -100,7 +100,7 @@ def test_check_tells_what_the_device_has_found_and_ranks_go_on(num_ranks):
 
 def never_come(group):
     device = LateDevice()
-    with opened(group, device, timeout=timedelta(seconds=8)) as comm:
+    with opened(group, device, timeout=GIVE_UP) as comm:
         check_pair(comm)
         group.all_gather(None)
         if comm.rank == 0:
@@ -115,7 +115,7 @@ def never_come(group):
 
 
 def test_a_rank_that_does_not_come_is_named():
-    launch(never_come, 2, timeout=60)
+    launch(never_come, 2, timeout=100)
 
 
 def refuse(group):
@@ -215,7 +215,7 @@ def close_in_flight(group):
 
 
 def test_closing_with_calls_in_flight():
-    launch(close_in_flight, 2, timeout=60)
+    launch(close_in_flight, 2, timeout=100)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def call_after_call(group, case, num_calls):
 @pytest.mark.parametrize(("num_ranks", "layout"), [(2, "expert_major"), (3, "expert_major"), (3, "flat")])
 def test_processes_dispatch_and_combine(num_ranks, layout):
     case = Case(num_ranks, layout, hidden=9, dtype=torch.float16, in_place=num_ranks == 3)
-    launch(call_after_call, num_ranks, case, 8, backend="processes", timeout=60)
+    launch(call_after_call, num_ranks, case, 8, backend="processes", timeout=100)
 
 
 def replayed(group, case, num_replays):
@@ -88,7 +88,7 @@ def replayed(group, case, num_replays):
 
 @pytest.mark.parametrize("layout", ["expert_major", "flat"])
 def test_launches_can_be_replayed_with_new_contents(layout):
-    launch(replayed, 3, Case(3, layout, hidden=16), 6, backend="processes", timeout=60)
+    launch(replayed, 3, Case(3, layout, hidden=16), 6, backend="processes", timeout=100)
 
 
 # -- under chaos -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ NOTHING, EIGHT = Memory(0, 0), Memory(0, 8)
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_rows_to_near_and_far_ranks_arrive_bit_by_bit(num_ranks, parts, layout):
     for seed in range(2):
-        found = launch(exchange, num_ranks, Form(seed, parts, layout), backend="processes", timeout=60)
+        found = launch(exchange, num_ranks, Form(seed, parts, layout), backend="processes", timeout=100)
         assert all((num_runs > 0) == (num_ranks > 2) and not wrong for num_runs, wrong, _ in found)
         assert all(calls.count("refresh") == 6 for _, _, calls in found)
         if num_ranks > 2:
@@ -36,7 +36,7 @@ def test_rows_to_near_and_far_ranks_arrive_bit_by_bit(num_ranks, parts, layout):
 
 def test_without_a_quiet_packed_rows_may_change_once_all_far_ranks_have_answered():
     for seed in range(3):
-        found = launch(exchange, 3, Form(seed, 1, quiet=False), backend="processes", timeout=60)
+        found = launch(exchange, 3, Form(seed, 1, quiet=False), backend="processes", timeout=100)
         assert not any(wrong for _, wrong, _ in found)
         assert not any("quiet" in calls for _, _, calls in found)
 
@@ -46,7 +46,7 @@ def test_a_mistake_gives_other_rows_with_one_of_a_few_seeds(mistake):
     parts = 3 if mistake in ("no quiet", "first part signals") else 1
     for seed in range(12):
         form = Form(seed, parts, mistake=mistake)
-        if any(wrong for _, wrong, _ in launch(exchange, 3, form, backend="processes", timeout=60)):
+        if any(wrong for _, wrong, _ in launch(exchange, 3, form, backend="processes", timeout=100)):
             return
     pytest.fail("with every seed the rows were right all the same")
 

@@ -36,7 +36,7 @@ SLOW_QUEUE = ((0.0, 0.0), (0.02, 0.0))
 
 @pytest.mark.parametrize("delays", [SLOW_CALLER, SLOW_QUEUE])
 def test_streams_in_order(delays):
-    assert launch(caller_on_a_stream, 2, DeviceQueue, *delays, timeout=50) == [True, True]
+    assert launch(caller_on_a_stream, 2, DeviceQueue, *delays, timeout=100) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,6 @@ def test_streams_in_order(delays):
 def test_mistakes_in_the_order_show(mistake, delays):
     for slower in (1, 4, 10):  # a machine that is shared may be late itself
         scaled = [tuple(slower * seconds for seconds in ranks) for ranks in delays]
-        if False in launch(caller_on_a_stream, 2, getattr(late_ranks, mistake), *scaled, timeout=50):
+        if False in launch(caller_on_a_stream, 2, getattr(late_ranks, mistake), *scaled, timeout=100):
             return
     pytest.fail(f"nobody has noticed {mistake}")

@@ -5,12 +5,11 @@ import importlib.util
 import os
 import threading
 import time
-from datetime import timedelta
 
 import pytest
 import torch
 from late_device import LateDevice, LateStream
-from late_ranks import SIZES
+from late_ranks import GIVE_UP, SIZES
 from nvshmem_double import Double
 from nvshmem_ranks import MEMORY, OwnDevice, opened, run
 
@@ -98,7 +97,7 @@ def test_a_grid_of_domains_on_one_device_goes_from_rank_to_rank():
             assert comm.topology.num_domains == 2
         device.end()
 
-    launch(grid, 2, timeout=60)
+    launch(grid, 2, timeout=100)
 
 
 # -- hosts that talk over UCX ------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ def stuck(group):
     """Rank 1's device does nothing more in the combine; its host does not notice."""
     device = OwnDevice(group, wire_kernels=Wire(lambda: None))
     with (
-        opened(group, device, timeout=timedelta(seconds=1)) as comm,
+        opened(group, device, timeout=GIVE_UP) as comm,
         pytest.raises((PeerTimeout, PeerFailed), match=r"the device of rank 1: counter at \d, expected \d"),
     ):
         make_calls(comm)

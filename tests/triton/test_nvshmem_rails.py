@@ -3,12 +3,11 @@
 import contextlib
 import gc
 import re
-from datetime import timedelta
 
 import pytest
 import torch
 from late_device import LateStream
-from late_ranks import CAPACITY, SIZES, THROUGHPUT, TOKENS, Looking
+from late_ranks import CAPACITY, GIVE_UP, SIZES, THROUGHPUT, TOKENS, Looking
 from nvshmem_ranks import OwnDevice, compare, opened, run
 from torch.utils.checkpoint import checkpoint
 
@@ -283,7 +282,7 @@ def never_put(group):
     """
     device = OwnDevice(group, wire_kernels=Silent())
     stream = LateStream(device.failures)  # a host that gives it a wait does not wait itself
-    with device.using(stream), opened(group, device, algorithm="hierarchical", timeout=timedelta(seconds=1)) as comm:
+    with device.using(stream), opened(group, device, algorithm="hierarchical", timeout=GIVE_UP) as comm:
         comm.dispatch(torch.zeros(8, 24), torch.tensor([[3, 4, 5]]).expand(8, 3).contiguous())
         stream.synchronize()
         region = comm._exchanger.session.memory.region

@@ -60,7 +60,7 @@ def exchange(group, folder, parts):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_near_and_far_ranks_get_what_was_sent(parts):
     with tempfile.TemporaryDirectory() as folder:
-        answers = launch(exchange, 3, folder, parts, backend="processes", timeout=60)
+        answers = launch(exchange, 3, folder, parts, backend="processes", timeout=100)
     expected = [b"".join(bytes([10 * n + rank]) * (2 * PIECE) for rank in range(3)) for n in range(1, ROUNDS + 1)]
     # PEs count backwards: the ranks 1 and 2 are the PEs 1 and 0, which address each other.
     assert [far for far, *_ in answers] == [[1, 2], [0], [0]]

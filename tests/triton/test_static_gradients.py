@@ -133,7 +133,7 @@ def record_on_some(group, fixed):
 
 @pytest.mark.parametrize("fixed", [FIXED, FLAT], ids=str)
 def test_who_makes_a_call_does_not_depend_on_who_records_it(fixed):
-    launch(record_on_some, 2, fixed, timeout=60)
+    launch(record_on_some, 2, fixed, timeout=100)
 
 
 # -- nothing arrives, and too much -----------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def run_out_of_room(group, fixed):
 
 @pytest.mark.parametrize(("num_ranks", "fixed"), [(1, FIXED), (2, FIXED), (2, FLAT)], ids=str)
 def test_ranks_go_on_after_they_ran_out_of_room_and_where_nothing_arrives(num_ranks, fixed):
-    launch(run_out_of_room, num_ranks, fixed, timeout=60)
+    launch(run_out_of_room, num_ranks, fixed, timeout=100)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -335,4 +335,4 @@ def change_the_shape(group):
 
 
 def test_a_recompute_of_another_shape_is_found_by_the_host():
-    launch(change_the_shape, 2, timeout=60)
+    launch(change_the_shape, 2, timeout=100)

@@ -148,4 +148,4 @@ def exchange_as_process(group, layout, depth):
 )
 def test_processes_with_device_signals_get_what_the_reference_says(num_ranks, layout):
     depth = 1 + num_ranks % 2
-    launch(exchange_as_process, num_ranks, layout, depth, backend="processes", timeout=60)
+    launch(exchange_as_process, num_ranks, layout, depth, backend="processes", timeout=100)

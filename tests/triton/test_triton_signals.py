@@ -189,7 +189,7 @@ def exchange(group, form):
 def test_rows_between_processes_arrive_bit_by_bit_while_windows_are_used_again(num_ranks, signals, waits, from_memory):
     depth = 1 + num_ranks % 2
     form = Form(num_ranks, depth, num_calls=8 * depth, signals=signals, waits=waits, from_memory=from_memory)
-    num_rows = launch(exchange, num_ranks, form, backend="processes", timeout=60)
+    num_rows = launch(exchange, num_ranks, form, backend="processes", timeout=100)
     calls = range(form.num_calls)
     assert num_rows == [sum(int(received(form, n, r)[:, 0, 0].sum()) for n in calls) for r in range(num_ranks)]
 
@@ -212,7 +212,7 @@ def wait_for_the_silent(group, form):
 
 
 def test_a_silent_process_is_named_by_all_that_waited_for_it():
-    first, silent, third = launch(wait_for_the_silent, 3, Form(3, 1, 1), backend="processes", timeout=60)
+    first, silent, third = launch(wait_for_the_silent, 3, Form(3, 1, 1), backend="processes", timeout=100)
     assert silent is None
     for peers, text in (first, third):
         assert 1 in peers
