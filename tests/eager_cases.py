@@ -167,3 +167,23 @@ def slab(world, tokens):
 def grouped(world, tokens, num_topk, alignment):
     rows = sum(tokens) * num_topk + len(world.experts) * alignment
     return {"capacity": 0, "alignment": alignment, "num_rows": rows}
+
+
+def check_message_for_a_domain(kernels, domain_of):
+    """One message that all ranks of a domain read gives each what a message of its own gives; three ranks."""
+    world, tokens = World([1, 0, 1, 2, 0, 1, 2, 2], 3), (5, 0, 9)
+    inputs = inputs_of(world, tokens, 3, hidden=5, values=torch.float32)
+    apart, _ = send(kernels, world, inputs)
+    # Rank d's part of these messages is what goes to domain d.
+    expert_domain = [domain_of[rank] for rank in world.experts]
+    together, _ = send(kernels, World(expert_domain, 2), inputs)
+    for rank in range(3):
+        windows = [
+            apart[rank][source] if domain_of[source] == domain_of[rank] else together[domain_of[rank]][source]
+            for source in range(3)
+        ]
+        for form in (slab(world, tokens), grouped(world, tokens, 3, 4)):
+            shape = {"row_bytes": inputs.row_bytes, "value_bytes": 4, **form}
+            want = Receiver(kernels, world, rank, **shape)
+            got = Receiver(kernels, world, rank, **shape, domain_of=domain_of)
+            compare(got, want, got.receive({rank: windows}, inputs), want.receive(apart, inputs))

@@ -7,6 +7,7 @@ import sys
 import time
 from datetime import timedelta
 
+from moecomm.testing.contracts.cases import cases_for
 from moecomm.testing.failures import PackedError, RankDied, RankFailure, pack_error
 
 PORT = 29500
@@ -26,6 +27,7 @@ class RanksOnHosts:
     """
 
     backend = "processes"
+    cases = staticmethod(cases_for)
 
     def __init__(self, hosts, transport):
         self.hosts = hosts

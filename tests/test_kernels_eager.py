@@ -10,6 +10,7 @@ from eager_cases import (
     Receiver,
     World,
     blocks_of,
+    check_message_for_a_domain,
     compare,
     grouped,
     inputs_of,
@@ -68,22 +69,7 @@ def test_native_and_reference_agree(world, hidden, dtype, values):
 @pytest.mark.parametrize("domain_of", [(0, 1, 1), (0, 0, 1), (0, 1, 0)])
 @pytest.mark.parametrize("kernels", [CPU, REFERENCE], ids=["native", "reference"])
 def test_a_message_for_a_domain_gives_what_messages_for_its_ranks_give(kernels, domain_of):
-    world, tokens = WORLDS["experts scattered over the ranks"], TOKENS[3]
-    inputs = inputs_of(world, tokens, 3, hidden=5, values=torch.float32)
-    apart, _ = send(kernels, world, inputs)
-    # Rank d's part of these messages is what goes to domain d.
-    expert_domain = [domain_of[rank] for rank in world.experts]
-    together, _ = send(kernels, World(expert_domain, 2), inputs)
-    for rank in range(3):
-        windows = [
-            apart[rank][source] if domain_of[source] == domain_of[rank] else together[domain_of[rank]][source]
-            for source in range(3)
-        ]
-        for form in (slab(world, tokens), grouped(world, tokens, 3, 4)):
-            shape = {"row_bytes": inputs.row_bytes, "value_bytes": 4, **form}
-            want = Receiver(kernels, world, rank, **shape)
-            got = Receiver(kernels, world, rank, **shape, domain_of=domain_of)
-            compare(got, want, got.receive({rank: windows}, inputs), want.receive(apart, inputs))
+    check_message_for_a_domain(kernels, domain_of)
 
 
 @pytest.mark.parametrize("layout", ["slab", "expert_major"])

@@ -10,6 +10,7 @@ from moecomm.kernels.cpu import CpuRowKernels
 from moecomm.testing import RankFailure
 from moecomm.testing.compare import assert_bitwise_equal, expect
 from moecomm.testing.contracts import World, algorithm, codec, kernels, transport
+from moecomm.testing.contracts.cases import cases_for
 from moecomm.transports import registry
 from moecomm.transports.local import LocalTransport
 
@@ -81,6 +82,12 @@ def test_swapped_rows_are_noticed(monkeypatch):
         kernels.check_pushed_rows(CpuRowKernels())
     with pytest.raises(RankFailure, match="case 'odd number of experts', rank 0 of 1: dispatch: x: "):
         algorithm.check_against_the_oracle(World("threads", "local", rank_counts=(1,)))
+
+
+def test_a_world_takes_the_cases_that_it_names(monkeypatch):
+    monkeypatch.setattr(CpuRowKernels, "combine_rows", descending)
+    only_bytes = [case for case in cases_for(1) if case.name == "bytes"]  # which are not summed
+    algorithm.check_against_the_oracle(World("threads", "local", rank_counts=(1,), cases=lambda num_ranks: only_bytes))
 
 
 class ForgetfulRows(PlainRows):

@@ -84,16 +84,11 @@ class NvshmemWorld(World):
 
     Attributes:
         per_domain: ranks that address each other's memory.
-        cases: names of those to take where a check has many, for the interpreter is slow.
     """
 
     per_domain: int = 2
-    cases: tuple[str, ...] = ()
 
-    def run(self, fn, num_ranks, cases, *args, return_exceptions=False):
-        taken = [case for case in cases if case.name in self.cases]
-        assert len(taken) == len(self.cases)
-        args = (taken, *args)
+    def run(self, fn, num_ranks, *args, return_exceptions=False):
         options = {"timeout": self.timeout, "return_exceptions": return_exceptions}
         return run(_on_devices, num_ranks, self.per_domain, fn, (self.transport, *args), **options)
 

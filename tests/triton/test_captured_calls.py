@@ -11,6 +11,7 @@ from late_ranks import GIVE_UP, SIZES
 from moecomm import Communicator, CommunicatorClosed, MemoryLimitExceeded, PeerFailed, PeerTimeout, TooManyInFlight
 from moecomm.testing import launch, masked, uniform
 from moecomm.testing.contracts import World, low_latency
+from moecomm.testing.contracts.cases import cases_for
 
 LOW = {"mode": "low_latency"}
 
@@ -39,21 +40,21 @@ def check_pair(comm, seed=0):
     assert torch.equal(comm.combine(received.x, received.handle), 3 * x)
 
 
+def few_cases(num_ranks):
+    """Kernels are interpreted."""
+    return [case for case in cases_for(num_ranks) if max(case.tokens) <= 5][:3]
+
+
 @pytest.mark.parametrize("check", low_latency.CHECKS, ids=lambda check: check.__name__)
 def test_the_contract_of_low_latency(check, monkeypatch):
     def opened_for(group, transport, case, max_tokens=None):
         sizes = {"num_experts": case.num_experts, "hidden": case.hidden, "num_topk": case.num_topk}
         sizes["max_tokens_per_rank"] = max_tokens or max(1, *case.tokens)
-        # Few cases: kernels are interpreted.
         limit = {"memory_limit": 1 << 26, "timeout": timedelta(seconds=60)}
         return Communicator(group, **sizes, **limit, transport=transport, device=LateDevice())
 
     monkeypatch.setattr(low_latency, "_communicator", opened_for)
-    few = low_latency.cases_for
-    monkeypatch.setattr(
-        low_latency, "cases_for", lambda num_ranks: [c for c in few(num_ranks) if max(c.tokens) <= 5][:3]
-    )
-    check(World("threads", "local", rank_counts=(1, 3), timeout=200))
+    check(World("threads", "local", rank_counts=(1, 3), timeout=200, cases=few_cases))
 
 
 # -- errors that the device finds --------------------------------------------------------------------------------------

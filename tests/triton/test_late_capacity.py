@@ -14,6 +14,7 @@ from late_ranks import SIZES, Looking
 from moecomm import Communicator
 from moecomm.testing import uniform
 from moecomm.testing.contracts import World, capacity
+from moecomm.testing.contracts.cases import cases_for
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,11 @@ def _poisoned():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def few_cases(num_ranks):
+    """Kernels are interpreted."""
+    return [case for case in cases_for(num_ranks) if max(case.tokens) <= 5][:4]
 
 
 @pytest.mark.parametrize("check", capacity.CHECKS, ids=lambda check: check.__name__)
@@ -33,9 +39,7 @@ def test_the_contract_of_capacity(check, monkeypatch):
         return Communicator(group, **sizes, **limits, transport=transport, device=LateDevice(5e-4 * group.rank))
 
     monkeypatch.setattr(capacity, "_communicator", opened)
-    few = capacity.cases_for  # kernels are interpreted
-    monkeypatch.setattr(capacity, "cases_for", lambda num_ranks: [c for c in few(num_ranks) if max(c.tokens) <= 5][:4])
-    check(World("threads", "local", rank_counts=(1, 3), timeout=200))
+    check(World("threads", "local", rank_counts=(1, 3), timeout=200, cases=few_cases))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from eager_cases import (
     Receiver,
     World,
     blocks_of,
+    check_message_for_a_domain,
     compare,
     grouped,
     inputs_of,
@@ -58,6 +59,11 @@ def test_messages_and_blocks(world, hidden, num_topk, dtype, values):
             assert_same_bits(got.whole, want.whole)
         got, want = pair_of(world, rank, inputs, kernels=TRITON, **forms[rank % 2])
         compare(got, want, got.receive(messages, inputs), want.receive(wanted, inputs))
+
+
+@pytest.mark.parametrize("domain_of", [(0, 1, 1), (0, 0, 1)])
+def test_a_message_for_a_domain_gives_what_messages_for_its_ranks_give(domain_of):
+    check_message_for_a_domain(TRITON, domain_of)
 
 
 def test_duplicates_and_more_ids_than_one_program_looks_at():

@@ -5,41 +5,17 @@ from datetime import timedelta
 
 import pytest
 import torch
+from watched_kernels import methods_of, unwatch, watch
 
 from moecomm import Communicator
 from moecomm.kernels.base import RowKernels
 from moecomm.kernels.eager import EagerKernels
-from moecomm.kernels.registry import eager_kernels_for, kernels_for
 from moecomm.testing import launch, masked, with_duplicates
 from moecomm.testing.compare import assert_bitwise_equal
 from moecomm.testing.contracts.cases import random_rows
 
 TOKENS = {1: (5,), 2: (5, 3), 3: (4, 0, 5), 4: (0, 5, 1, 3)}
 EXPERTS, HIDDEN, TOPK = 6, 24, 3
-
-
-def methods_of(contract):
-    return {name for name in vars(contract) if not name.startswith("_")}
-
-
-def watch(name, called):
-    """Notes in `called` which kernels of this name are called."""
-
-    def noted(call, method):
-        def noting(*args, **options):
-            called.add(method)
-            return call(*args, **options)
-
-        return noting
-
-    for kernels, contract in ((kernels_for(name), RowKernels), (eager_kernels_for(name), EagerKernels)):
-        for method in methods_of(contract):
-            setattr(kernels, method, noted(getattr(kernels, method), method))
-
-
-def unwatch(name):
-    for kernels in (kernels_for(name), eager_kernels_for(name)):
-        vars(kernels).clear()
 
 
 def exchange(group, dtype):

@@ -105,6 +105,12 @@ class TritonEagerKernels:
         to_me = [0] * home.rank
         first_rows = torch.tensor([part.rows for part in parts], device=device)
         sources = row_sources(ids, bounds, home.expert_rank, home.rank, first_rows, form.row_bytes)
+        if home.domain_experts is not None and home.domain_sources is not None:
+            # Messages for my whole domain hold rows of its other ranks, too; those rows have no route here.
+            elsewhere = (~home.domain_experts).to(torch.int32)
+            of_domain = row_sources(ids, bounds, elsewhere, 0, first_rows, form.row_bytes)
+            is_for_all = home.domain_sources.repeat_interleave(bounds.diff())
+            sources = torch.where(is_for_all, of_domain, sources)
         alignment = alignment_of(form.row_bytes, *(part.rows for part in parts))
         push_address_rows(sources, alignment, form.row_bytes, here, [*to_me, rows])
         _zero(rows, form.row_bytes, block.spans, device)

@@ -16,7 +16,7 @@ from moecomm.communicator import Communicator
 from moecomm.groups import Group
 from moecomm.handle import Received
 from moecomm.testing.compare import assert_bitwise_equal, expect
-from moecomm.testing.contracts.cases import Case, Inputs, cases_for, random_rows
+from moecomm.testing.contracts.cases import Case, Inputs, random_rows
 from moecomm.testing.contracts.expected import Expected, expected_of
 from moecomm.testing.contracts.world import World
 from moecomm.testing.oracle import ReferenceReceived
@@ -27,7 +27,7 @@ __all__ = ["CHECKS"]
 def check_against_the_oracle(world: World) -> None:
     """Every case, for every number of ranks, twice in a row in memory that holds poison the second time."""
     for num_ranks in world.rank_counts:
-        world.run(_each_case, num_ranks, cases_for(num_ranks))
+        world.run(_each_case, num_ranks, world.cases(num_ranks))
 
 
 def check_rows_of_many_pages(world: World) -> None:

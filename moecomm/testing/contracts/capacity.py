@@ -14,7 +14,7 @@ from moecomm.errors import CallMismatch, CapacityExceeded, MemoryLimitExceeded
 from moecomm.groups import Group
 from moecomm.handle import Handle, Received
 from moecomm.testing.compare import assert_bitwise_equal, expect
-from moecomm.testing.contracts.cases import Case, cases_for, random_rows
+from moecomm.testing.contracts.cases import Case, random_rows
 from moecomm.testing.contracts.expected import Expected, expected_of
 from moecomm.testing.contracts.world import World
 from moecomm.testing.oracle import ReferenceReceived
@@ -27,7 +27,7 @@ _MOST_TOKENS = 64
 def check_against_the_oracle(world: World) -> None:
     """Every case, in just as many rows as the fullest rank needs and in more, in memory that holds poison."""
     for num_ranks in sorted({count for count in world.rank_counts if count == 2} | {world.several}):
-        cases = [case for case in cases_for(num_ranks) if max(case.tokens) <= _MOST_TOKENS]
+        cases = [case for case in world.cases(num_ranks) if max(case.tokens) <= _MOST_TOKENS]
         world.run(_each_case, num_ranks, cases)
 
 

@@ -12,7 +12,7 @@ from moecomm.algorithms.hops import Way
 from moecomm.communicator import Communicator
 from moecomm.groups import Group
 from moecomm.testing.compare import assert_bitwise_equal
-from moecomm.testing.contracts.cases import Case, cases_for
+from moecomm.testing.contracts.cases import Case
 from moecomm.testing.contracts.expected import expected_of
 from moecomm.testing.contracts.world import World
 from moecomm.topology import Topology
@@ -44,7 +44,7 @@ def refinements(found: Topology) -> list[Topology]:
 def check_every_grid(world: World) -> None:
     """Over grids of any kind, over rails and from rank to rank: what arrives, exact sums, and sums per host."""
     for num_ranks in sorted({count for count in world.rank_counts if count == 2} | {world.several}):
-        cases = [case for case in cases_for(num_ranks) if max(case.tokens) <= _MOST_TOKENS]
+        cases = [case for case in world.cases(num_ranks) if max(case.tokens) <= _MOST_TOKENS]
         world.run(_each_grid, num_ranks, cases)
 
 

@@ -13,7 +13,7 @@ from moecomm.communicator import Communicator
 from moecomm.groups import Group
 from moecomm.handle import Received
 from moecomm.testing.compare import assert_bitwise_equal, expect
-from moecomm.testing.contracts.cases import Case, cases_for
+from moecomm.testing.contracts.cases import Case
 from moecomm.testing.contracts.expected import expected_of
 from moecomm.testing.contracts.world import World
 from moecomm.testing.oracle import ReferenceReceived
@@ -24,7 +24,7 @@ __all__ = ["CHECKS"]
 def check_against_the_oracle(world: World) -> None:
     """Every case in both layouts, for every number of ranks, several times in a row in the same windows."""
     for num_ranks in world.rank_counts:
-        cases = [case for case in cases_for(num_ranks) if case.layout == "expert_major" and _fits(case)]
+        cases = [case for case in world.cases(num_ranks) if case.layout == "expert_major" and _fits(case)]
         world.run(_each_case, num_ranks, cases)
 
 
