@@ -63,7 +63,7 @@ def _details(session: Session, mode: str, algorithm: Algorithm) -> list[str]:
         return _choices(session.hops)
     if not session.num_crossings:
         return [f"tensors on {session.device.kind} cross between domains from rank to rank"]
-    return [*_choices(session.hops), "combine from rank to rank: a row per route; reduce='per_host': over rails"]
+    return _choices(session.hops)
 
 
 def _choices(hops: Hops) -> list[str]:
@@ -90,9 +90,10 @@ def _choice(choice: Choice, hops: Hops) -> str:
     taken, other = ways if choice.is_hierarchical else reversed(ways)
     is_preferred = choice.is_hierarchical == hops.prefers_rails(choice.direct_bytes, choice.hierarchical_bytes)
     why = "" if is_preferred else " as reduce='per_host' always goes"
+    inside = f" and {_size(choice.inside_bytes)} inside them" if choice.is_hierarchical else ""
     return (
-        f"{choice.title}: {taken}{why}, {_size(ways[taken])} between domains, all ranks together; {other} it would "
-        f"have been {_size(ways[other])}"
+        f"{choice.title}: {taken}{why}, {_size(ways[taken])} between domains{inside}, all ranks together; {other} it "
+        f"would have been {_size(ways[other])} between them"
     )
 
 

@@ -69,8 +69,8 @@ class Handle:
     def stamp(self) -> torch.Tensor:
         """`[2]` int64 on the host: number of its dispatch, fingerprint of `topk_idx`. The same tensor each time.
 
-        On devices of several domains `[2 + R * D]`: then, by rank and domain, how many of its tokens have an expert
-        in the domain. As for `counts`, the host may have to wait.
+        On devices of several domains `[2 + R * 2 * D]`: then, by rank, how many of its tokens have an expert in each
+        domain, and how many rows each answers in an exact combine. As for `counts`, the host may have to wait.
         """
         stamp = self.routing.stamp
         if stamp is None:

@@ -71,5 +71,5 @@ class Status:
 
     def explain(self) -> str:
         """What was chosen and why: transport, topology, algorithm of each mode and, between domains, which way the last
-        dispatch and combine went, with the bytes that this and the other way put on the link. Not collective."""
+        dispatch and combine went, with the bytes of each hop, and of the link the other way. Not collective."""
         return explain(self._exchanger.session, self.transport_name, self.rank)

@@ -122,14 +122,14 @@ class _Locked:
 class LateSignals(_Locked):
     """Signal kernels; a wait looks again and again, so that other kernels of the process can run in between."""
 
-    def wait(self, board, slot, at_least, *, status, timeout_ns):  # `board` is a wire with those of a wire
+    def wait(self, board, slot, at_least, *, status, timeout_ns, **options):  # `board` is a wire with those of a wire
         kernels = self._kernels
         deadline = time.monotonic_ns() + timeout_ns
         while True:
             is_last = time.monotonic_ns() > deadline or status[0] != 0
             look = status if is_last else torch.zeros_like(status)
             with _interpreter:
-                kernels.wait(board, slot, at_least, status=look, timeout_ns=0)
+                kernels.wait(board, slot, at_least, status=look, timeout_ns=0, **options)
             if is_last or look[0] == 0:
                 return
             time.sleep(5e-4)

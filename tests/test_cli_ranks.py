@@ -8,16 +8,19 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 from host_worlds import why_not_ucx
 
 from moecomm import SoloGroup, TorchGroup
+from moecomm.cli import ranks
 from moecomm.cli.console import Console
 from moecomm.cli.main import main
 from moecomm.cli.ranks import collect_ranks, print_ranks
 from moecomm.cli.rendezvous import started_group
+from moecomm.devices.base import DeviceIdentity
 from moecomm.errors import TransportError
 from moecomm.testing import launch
 from moecomm.testing.hosts import Hosts, why_not
@@ -125,6 +128,7 @@ def facts_of(topology, pairs, auto="shm+ucx", torch_of_last="2.13"):
         "ranks": [{"rank": rank, "versions": version} for rank, version in enumerate(versions)],
         "auto": {"transport": auto, "refusals": refusals},
         "pairs": [{"domains": list(both), "transport": name, "refusals": refusals} for both, name in pairs],
+        "gpu": None,
     }
 
 
@@ -147,6 +151,43 @@ def test_each_rank_finds_the_same():
     assert threads[0] == threads[2]
     assert threads[0]["auto"]["transport"] == "local"
     assert threads[0]["pairs"] == [{"domains": [0, 0], "transport": "local", "refusals": {}}]
+
+
+def collect_with_gpus(group, problem_of):
+    """As if each rank had a GPU, two of which are joined by NVLink, but for those with a problem."""
+    me, both = f"gpu {group.rank}", tuple(f"gpu {2 * (group.rank // 2) + i}" for i in range(2))
+    problem = problem_of.get(group.rank, "")
+    found = (None if problem == NO_CUDA else f"cuda:{group.rank}", DeviceIdentity(me, both), problem)
+    with mock.patch.object(ranks, "_my_gpu", return_value=found):
+        return collect_ranks(group)
+
+
+NO_CUDA = "torch finds no CUDA device"
+
+
+def test_domains_of_gpus_are_drawn_beside_those_of_processes(monkeypatch):
+    facts, *others = launch(collect_with_gpus, 3, {}, backend="processes")
+    assert others == [facts] * 2
+    assert facts["topology"]["domain_of"] == [0, 0, 0]
+    assert facts["auto"]["transport"] == "shm"
+    gpu = facts["gpu"]
+    assert gpu["topology"]["domain_of"] == [0, 0, 1]
+    assert (gpu["pairs"][0]["domains"], gpu["pairs"][0]["transport"]) == ([0, 0], "nvlink")
+    assert "the GPU of rank 0 (gpu 0) cannot address that of rank 2" in gpu["auto"]["refusals"]["nvlink"]
+    text = " ".join(drawn(facts, 100, monkeypatch).partition("GPUs of the ranks")[2].split())
+    assert "3 ranks on 1 host; 2 domains" in text
+    assert "inside domain 0 nvlink" in text
+    assert "collective" not in text
+    assert facts == json.loads(json.dumps(facts))
+
+
+def test_ranks_whose_gpus_cannot_be_used_are_named(monkeypatch):
+    (facts, _) = launch(collect_with_gpus, 2, {1: NO_CUDA}, backend="processes")
+    assert list(facts["gpu"]) == ["devices"]
+    assert f"warning: rank 1, no GPU: {NO_CUDA}" in drawn(facts, 100, monkeypatch)
+    (facts, _) = launch(collect_with_gpus, 2, {0: NO_CUDA, 1: NO_CUDA}, backend="processes")
+    assert facts["gpu"] is None
+    assert "GPU" not in drawn(facts, 100, monkeypatch)
 
 
 def test_pairs_that_come_to_the_same_share_a_line(monkeypatch):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from exchange_ranks import check_exchange, open_communicator
+from exchange_ranks import HIDDEN, check_exchange, open_communicator
 from far_transports import PATHS
 from host_worlds import OnHosts, why_not_ucx
 
@@ -151,6 +151,9 @@ def tell_of_sums_per_host(group, algorithm):
 @pytest.mark.parametrize(("algorithm", "why"), [("direct", " as reduce='per_host' always goes"), ("hierarchical", "")])
 def test_what_sums_per_host_say_of_their_way(algorithm, why):
     text = launch(tell_of_sums_per_host, 4, algorithm)[0]
+    # Each of four tokens crosses once; rails pass on as many rows, and read as many.
+    inside = f" B between domains and {4 * 4 * HIDDEN} B inside them, all ranks together; from rank to rank it would"
+    assert text.count(inside) == (1 if why else 2)
     assert f"combine #1: over rails{why}, " in text
     assert f"dispatch #0: {'from rank to rank' if why else 'over rails'}, " in text
 

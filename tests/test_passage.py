@@ -32,6 +32,9 @@ def kinds(topology):
             to_rails(topology, rank, far[rank], crossings, ARRAYS, with_own=True) for rank in ranks
         ],
         "home": [to_homes(topology, rank, far[rank], crossings, ARRAYS) for rank in ranks],
+        "home and back to myself": [
+            to_homes(topology, rank, far[rank], crossings, ARRAYS, with_own=True) for rank in ranks
+        ],
     }
 
 
@@ -54,9 +57,10 @@ def test_each_rank_asks_one_rail_per_domain_for_its_tokens_there_and_is_answered
         }
         assert asked == dict(enumerate(crossings[rank].tolist()))
         rails = [part.receiver for part in found["to rails and myself"][rank].leaving]
-        assert sorted(rails) == sorted(part.sender for part in found["home"][rank].arriving)
+        assert sorted(rails) == sorted(part.sender for part in found["home and back to myself"][rank].arriving)
         others = [part.receiver for part in found["to rails"][rank].leaving]
         assert others == rails[1:]  # those of the domains behind mine, in order; my own is the first
+        assert sorted(others) == sorted(part.sender for part in found["home"][rank].arriving)
         assert rails[0] == rank
 
 

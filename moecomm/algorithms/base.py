@@ -144,7 +144,8 @@ class Session(abc.ABC):
         device: where tensors are.
         kernels: of the device.
         tokens_per_expert: `[E_local]` int64: routes that arrived for each local expert, over all dispatches so far.
-        num_crossings: R * D if calls of devices need to know how many tokens of whom go to which domain; else 0.
+        num_crossings: R * 2 * D if calls of devices need to know how many tokens of whom go to which domain, and how
+            many rows come back; else 0.
     """
 
     algorithms: Mapping[str, Algorithm]

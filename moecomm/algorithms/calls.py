@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moecomm.algorithms.signature import Operation, Words
 
 __all__ = [
     "CALL_LANES",
+    "LANE_ANSWERED",
     "LANE_BEGUN",
     "LANE_CHUNK",
     "LANE_CREDIT",
@@ -29,22 +31,25 @@ __all__ = [
 # Counter slots. A lane's value is the number of calls for which its source has got that far.
 LANE_BEGUN = 0
 LANE_GRANTED = 1
-# Of calls of devices over rails alone; it stands where the last such call was. Devices count so many pieces of each.
+# Of dispatches of devices over rails alone; it stands where the last one was. Devices count so many pieces of each.
 LANE_CROSSED = 2
 PIECES = 4
 LANE_DONE = 3
 # On which a rank may be behind with a call, at the host and at the device.
 CALL_LANES = range(LANE_BEGUN, LANE_DONE + 1)
+# Of combines of devices over rails alone: each home is told, and only of its own answers, so it stands where the last
+# combine was in which this source had some for it.
+LANE_ANSWERED = 4
 # Counts the calls that its source gave up on.
-LANE_NOTICED = 4
+LANE_NOTICED = 5
 # Count chunks, see channels.py: those sent to me, and those of mine that were taken out.
-LANE_CHUNK = 5
-LANE_CREDIT = 6
+LANE_CHUNK = 6
+LANE_CREDIT = 7
 # What may let a stream go on.
 TRAFFIC_LANES = range(LANE_GRANTED, LANE_CREDIT + 1)
 # Counts the calls of the devices alone that its source has refused to make.
-LANE_REFUSED = 7
-NUM_LANES = 8
+LANE_REFUSED = 8
+NUM_LANES = 9
 _LANE_NAMES = (
     "has not made the call",
     "has not granted receive memory",
@@ -71,7 +76,8 @@ class Phase(NamedTuple):
             there is traffic.
         is_stream: the step does what it can whenever something comes in, and never waits itself.
         orders_device: the same holds between the devices of the ranks, where work is done later than it is given:
-            what this phase gives comes after what every rank's device was given before the counter.
+            what this phase gives comes after what every rank's device was given before the counter, or those of some
+            ranks, see `Call.followed`.
         reads_holders: the step reads messages that other ranks hold for this one, so the counters there must have come
             as far; see message_holders.py.
     """
@@ -107,6 +113,7 @@ class Call:
             first.
         blocks: arena blocks that peers may still write or read when the call fails.
         awaiting: ranks without which the call's stream cannot go on.
+        followed: by lane, the ranks after whose devices' work a phase's own comes; all, where nothing is said.
         stream, finished, kept: see `moecomm.devices.queue`.
     """
 
@@ -119,6 +126,7 @@ class Call:
     is_agreed_failure = False
     blocks: Sequence[Any] = ()
     awaiting: Sequence[int] = ()
+    followed: Mapping[int, Sequence[int]] = MappingProxyType({})
     stream: Any = None
     finished: Any = None
     kept: Any = None

@@ -49,26 +49,30 @@ class DeviceHierarchicalDispatch(Dispatch):
         self.num_topk = routing.topk_idx.shape[1]
         value_bytes = () if topk_weights is None else (topk_weights.element_size() * self.num_topk,)
         self.arrays = (*row_format.plane_bytes, 4 * self.num_topk, *value_bytes)
+        self.expected: dict[int, Part] | None = None  # by source, what I have yet to pass on
         self.rail_routes: dict[int, torch.Tensor] = {}  # by source
 
     def _count(self) -> int:
-        return self.rails.count(self.routing.topk_idx)
+        return self.rails.count(self.routing.topk_idx, self.routing.layout)
 
     def _needs_to_send(self, counts: npt.NDArray[np.int32]) -> list[int]:
         exchange, topology = self.exchange, self.rails.topology
         if self.crossings is None:
             self.crossings = exchange.mailbox.crossings(self.call.sequence, topology.num_domains)
-        if not self._is_worth_it(counts, self.crossings):
+        num_tokens = self.crossings[:, 0]
+        if not self._is_worth_it(counts, num_tokens):
             self.call.phases = Dispatch._cached_phases if self.cached else Dispatch._phases
             return super()._needs_to_send(counts)
-        self.passage = to_rails(topology, exchange.rank, exchange.reach.far, self.crossings, self.arrays)
+        self.passage = to_rails(topology, exchange.rank, exchange.reach.far, num_tokens, self.arrays)
+        self.call.followed = self.rails.followed((LANE_BEGUN, LANE_GRANTED), self.passage)
         return [self.passage.leaving_bytes, self.passage.arriving_bytes]
 
-    def _is_worth_it(self, counts: npt.NDArray[np.int32], crossings: torch.Tensor) -> bool:
+    def _is_worth_it(self, counts: npt.NDArray[np.int32], num_tokens: torch.Tensor) -> bool:
         """Whether fewer bytes cross between domains this way; the same on all ranks, who know all counts."""
         direct = self.rails.rails.direct_rows(counts, self.routing.layout) * sum(self.planes)
-        over_rails = self.rails.crossing_rows(crossings) * sum(self.arrays)
-        return self.exchange.hops.choose("dispatch", self.call.title, direct, over_rails)
+        num_rows = self.rails.crossing_rows(num_tokens)
+        costs = (direct, num_rows * sum(self.arrays), num_rows * self.row_format.row_bytes)
+        return self.exchange.hops.choose("dispatch", self.call.title, *costs)
 
     def _passage_offset(self) -> int:
         return 0 if self.passage is None else self.call.blocks[2].offset
@@ -98,19 +102,30 @@ class DeviceHierarchicalDispatch(Dispatch):
         assert self.routing.routes is not None
         self._write(self.routing._replace(routes=self.rails.near(self.routing.routes)))
 
-    def _forward(self) -> None:
-        """Passes on what comes to me as a rail, piece by piece: all hosts have given their devices the puts."""
-        exchange, passage = self.exchange, self.passage
+    def _forward(self) -> bool:
+        """Passes on what comes to me as a rail from those whose hosts have given their devices the puts."""
+        passage = self.passage
         assert passage is not None
-        exchange.sequencer.check_notices(self.call)
-        self.at_passage = self.call.blocks[2].address
-        sequence, num_pieces = self.call.sequence, pieces_of(passage.arriving_bytes)
+        if self.expected is None:
+            self.at_passage = self.call.blocks[2].address
+            first_to_come = sorted(passage.arriving, key=lambda part: part.step)
+            self.expected = {part.sender: part for part in first_to_come if part.num_rows}
+        for source in self.rails.come(self.call, LANE_CROSSED, self.expected):
+            self._forward_part(self.expected.pop(source), pieces_of(passage.arriving_bytes))
+        if self.expected:
+            return False
+        self.exchange.sequencer.signal_all(LANE_DONE, self.call)
+        return True
+
+    def _forward_part(self, part: Part, num_pieces: int) -> None:
+        """Passes on what comes from one source, piece by piece, whatever others still put."""
+        assert self.passage is not None
+        queue, source, sequence = self.rails.queue, part.sender, self.call.sequence
         for piece in range(num_pieces):
-            self.rails.queue.wait(LANE_CROSSED, device_count(LANE_CROSSED, sequence, piece, num_pieces))
-            for part, share in passage.shares(passage.arriving, piece, num_pieces):
-                exchange.queue.run(self._forward_share, part, share)
-                exchange.hops.forwarded += len(share) * self.row_format.row_bytes
-        exchange.sequencer.signal_all(LANE_DONE, self.call)
+            for _, share in self.passage.shares([part], piece, num_pieces):
+                queue.wait_beside(source, LANE_CROSSED, device_count(LANE_CROSSED, sequence, piece, num_pieces))
+                queue.run_beside(source, self._forward_share, part, share)
+                self.exchange.hops.forwarded += len(share) * self.row_format.row_bytes
 
     def _forward_share(self, part: Part, share: range) -> None:
         """Writes rows of one source, a range of what comes from it, to their places in my domain."""
@@ -137,8 +152,7 @@ class DeviceHierarchicalDispatch(Dispatch):
     _phases: ClassVar[tuple[Phase, ...]] = (
         *Dispatch._phases[:2],
         Phase("cross", LANE_GRANTED, _cross),
-        # Which waits for the devices itself.
-        Phase("forward", LANE_CROSSED, _forward, orders_device=False),
+        Phase("forward", None, _forward, is_stream=True),
         Dispatch._phases[-1],
     )
     _cached_phases: ClassVar[tuple[Phase, ...]] = (

@@ -5,14 +5,19 @@ T tokens   K num_topk   P slots of routes   E experts   R ranks   D domains
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
+from moecomm.algorithms.calls import LANE_DONE, Call
+from moecomm.algorithms.device_answers import DeviceAnswers
 from moecomm.algorithms.exchange import Exchange
-from moecomm.algorithms.plan import plan_exchange
+from moecomm.algorithms.passage import Passage
+from moecomm.algorithms.plan import Layout, plan_exchange
 from moecomm.algorithms.rails import Rails
 from moecomm.algorithms.routing import Routing
+from moecomm.devices.base import AsynchronousDevice
 from moecomm.devices.queue import OrderedQueue, Tensors
 from moecomm.kernels.base import ROW_BITS
 from moecomm.topology import Topology
@@ -34,6 +39,8 @@ class DeviceRails:
         topology: as there.
         queue: of the exchange.
         expert_domain: `[E]` int32 on the device.
+        other_domain: the same, but -1 for experts of my own.
+        answers: which rows answer an exact combine.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -42,18 +49,20 @@ class DeviceRails:
         self.rails = rails = Rails(self.topology, exchange.placement, exchange.rank)
         assert isinstance(exchange.queue, OrderedQueue)
         self.queue: OrderedQueue = exchange.queue
+        self._told: dict[tuple[int, int], int] = {}  # by rank and lane, what that rank alone was told
         where = exchange.device.torch_device
         domains = rails.domain_of_expert.to(torch.int32)
         self.expert_domain = domains.to(where)
         # Experts of my own domain are nowhere: their rows do not cross.
-        self._other_domain = torch.where(domains == rails.domain, -1, domains).to(where)
+        self.other_domain = torch.where(domains == rails.domain, -1, domains).to(where)
         # Experts travel under the numbers that they have everywhere.
         self._expert_ids = torch.arange(domains.numel(), dtype=torch.int32, device=where)
-        self._no_bases = torch.zeros(self.topology.num_domains, dtype=torch.int64, device=where)
+        self._no_bases = torch.zeros(domains.numel() + len(rails.domain_of_rank), dtype=torch.int64, device=where)
+        self.answers = DeviceAnswers(exchange, rails)
         # Index -1, of no route, is the last one.
         self._is_near = torch.cat((rails.domain_of_rank == rails.domain, torch.tensor([False]))).to(where)
 
-    def count(self, topk_idx: torch.Tensor) -> int:
+    def count(self, topk_idx: torch.Tensor, layout: Layout) -> int:
         """Leaves my counts where the card takes them from; gives the fingerprint of the ids. The host waits once.
 
         Raises:
@@ -62,19 +71,58 @@ class DeviceRails:
         exchange, mailbox = self._exchange, self._exchange.mailbox
         return self.queue.count_crossings(
             *(topk_idx, exchange.expert_rank, exchange.placement.num_ranks, mailbox.counts_out),
-            *(self.expert_domain, mailbox.crossings_out[: self.topology.num_domains]),
+            *(functools.partial(self._tally, layout), mailbox.crossings_out[: 2 * self.topology.num_domains]),
         )
 
+    def _tally(self, layout: Layout, topk_idx: torch.Tensor, totals: torch.Tensor) -> None:
+        """By domain, tokens that have an expert there; then rows that answer an exact combine."""
+        exchange, num_domains = self._exchange, self.topology.num_domains
+        assert isinstance(exchange.device, AsynchronousDevice)
+        kernels, is_flat = exchange.device.row_kernels(), layout == "flat"
+        kernels.count_tokens(topk_idx, self.expert_domain, num_domains, totals[:num_domains])
+        plan = kernels.plan_flat if is_flat else kernels.plan_expert_major
+        no_bases = self._no_bases[: exchange.placement.num_ranks if is_flat else exchange.placement.num_experts]
+        self.answers.count(plan(topk_idx, exchange.expert_rank, no_bases), totals[num_domains:])
+
+    def followed(self, lanes: Iterable[int], *passages: Passage) -> dict[int, Sequence[int]]:
+        """What `Call.followed` is in a call over rails.
+
+        Arguments:
+            lanes: behind which my device reads and writes memory of my domain, and of those to whom something goes.
+            passages: what goes. What comes from other domains is waited for by itself; so at its end a call is behind
+                my domain alone, whose devices write and read my memory.
+        """
+        near_ranks = self.rails.near_ranks
+        receivers = (part.receiver for passage in passages for part in passage.leaving if part.num_rows)
+        return {**dict.fromkeys(lanes, sorted({*near_ranks, *receivers})), LANE_DONE: near_ranks}
+
+    def come(self, call: Call, lane: int, ranks: Collection[int]) -> list[int]:
+        """Those of some ranks whose hosts have come so far with a call, a stream; it then awaits the others.
+
+        Raises:
+            PeerFailed, or what the peer raised: one gave up on the call, so what its counter says is not true.
+        """
+        sequencer = self._exchange.sequencer
+        call.awaiting = sequencer.behind(lane, call, ranks)
+        sequencer.check_notices(call)
+        return [rank for rank in ranks if rank not in call.awaiting]
+
+    def tell(self, call: Call, lane: int, rank: int) -> None:
+        """Tells one rank's host that mine has come so far with a call, on a lane that is for nothing else."""
+        before = self._told.get((rank, lane), 0)
+        self._told[rank, lane] = call.sequence + 1
+        self._exchange.transport.signal(rank, lane, call.sequence + 1 - before)
+
     def crossings_of(self, routing: Routing) -> torch.Tensor | None:
-        """`[R, D]` int32 of a complete routing; None if it is not."""
+        """`[R, 2, D]` int32 of a complete routing; None if it is not."""
         if routing.crossings is not None or routing.stamp is None:
             return routing.crossings
-        return routing.stamp[2:].view(-1, self.topology.num_domains).to(torch.int32)
+        return routing.stamp[2:].view(-1, 2, self.topology.num_domains).to(torch.int32)
 
-    def crossing_rows(self, crossings: torch.Tensor) -> int:
-        """Rows that cross between domains over rails, of all ranks together; from `[R, D]`."""
+    def crossing_rows(self, numbers: torch.Tensor) -> int:
+        """What crosses between domains over rails, of all ranks together, if `[R, D]` goes, or comes."""
         is_other = self.rails.domain_of_rank[:, None] != torch.arange(self.topology.num_domains)
-        return int(crossings[is_other].sum())
+        return int(numbers[is_other].sum())
 
     def near(self, routes: torch.Tensor) -> torch.Tensor:
         """`[T, P]` routes into my own domain; -1 in place of the others. By the device's work."""
@@ -112,10 +160,12 @@ class DeviceRails:
             topk_idx: `[T, K]` of all tokens.
             with_own: my own domain counts as well.
         """
-        return self._exchange.kernels.plan_flat(topk_idx, self._domains(with_own), self._no_bases)
+        no_bases = self._no_bases[: self.topology.num_domains]
+        return self._exchange.kernels.plan_flat(topk_idx, self.domains(with_own), no_bases)
 
-    def _domains(self, with_own: bool) -> torch.Tensor:
-        return self.expert_domain if with_own else self._other_domain
+    def domains(self, with_own: bool) -> torch.Tensor:
+        """`[E]` int32: the domain of each expert; without my own, -1 for those that are there."""
+        return self.expert_domain if with_own else self.other_domain
 
     def pack(
         self,
@@ -144,7 +194,7 @@ class DeviceRails:
             topk_idx,
             topk_weights,
             routes,
-            expert_rank=self._domains(with_own),
+            expert_rank=self.domains(with_own),
             expert_local=self._expert_ids,
             idx_addresses=at_ids,
             weight_addresses=None if topk_weights is None else at_weights[0],

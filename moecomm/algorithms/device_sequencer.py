@@ -74,8 +74,13 @@ class DeviceSequencer(Sequencer):
 
     def _await(self, call: Call, lane: int, at_least: int) -> None:
         super()._await(call, lane, at_least)
-        if call.next_phase.lane == lane and call.next_phase.orders_device:
-            self._queue.wait(lane, device_count(lane, call.sequence))
+        if call.next_phase.lane != lane or not call.next_phase.orders_device:
+            return
+        count, followed = device_count(lane, call.sequence), call.followed.get(lane)
+        if followed is None:
+            self._queue.wait(lane, count)
+        else:
+            self._queue.wait_for(followed, lane, count)
 
     def _settle(self, call: Call) -> None:
         self._queue.settle(call)

@@ -86,8 +86,8 @@ class Exchange(Session):
         self.memory = ReceiveMemory(transport, device, self.queue, memory_limit, max(limits), fixed_bytes)
         self.reach = Reach(transport, self.memory.region)
         num_counts = placement.num_experts + placement.num_ranks
-        # There are at most as many domains as ranks.
-        num_crossings = 0 if device.is_host or self.reach.is_complete else placement.num_ranks
+        # Two by domain, of which there are at most as many as ranks.
+        num_crossings = 0 if device.is_host or self.reach.is_complete else 2 * placement.num_ranks
         self.mailbox = Mailbox(transport, num_counts, 2 * max_in_flight, num_crossings)
         self.bases = [transport.peer(self.memory.region, rank) or 0 for rank in range(transport.num_ranks)]
         num_local = len(placement.local_experts(self.rank))
@@ -133,15 +133,24 @@ class Exchange(Session):
             source: address that the runs count from; on a device, in my receive memory.
             beside: see `OrderedQueue.put`; a host has nothing to do meanwhile.
         """
+        if isinstance(self.queue, OrderedQueue):
+            self.queue.put(*self._from_region(source, runs), beside=beside)
+            return
+        self.hops.between += sum(run.nbytes for run in runs)
+        for rank, target, at, nbytes in runs:
+            self.transport.put(self.memory.region, target, source + at, nbytes, rank)
+
+    def put_beside(self, rank: int, source: int, runs: Sequence[FarRun], told: tuple[int, int] | None = None) -> None:
+        """The same on a device, to one rank and behind what runs beside for it; see `OrderedQueue.put_beside`."""
+        assert isinstance(self.queue, OrderedQueue)
+        self.queue.put_beside(rank, *self._from_region(source, runs), told)
+
+    def _from_region(self, source: int, runs: Sequence[FarRun]) -> tuple[Memory, list[FarRun]]:
+        """My receive memory, and runs whose sources are offsets in it."""
         region = self.memory.region
         self.hops.between += sum(run.nbytes for run in runs)
-        if isinstance(self.queue, OrderedQueue):
-            begin = source - region.address
-            inside = [run._replace(source=begin + run.source) for run in runs]
-            self.queue.put(Memory(region.address, region.nbytes), inside, beside=beside)
-            return
-        for rank, target, at, nbytes in runs:
-            self.transport.put(region, target, source + at, nbytes, rank)
+        begin = source - region.address
+        return Memory(region.address, region.nbytes), [run._replace(source=begin + run.source) for run in runs]
 
     def count_tokens(self, num_tokens_per_expert: npt.NDArray[np.int32]) -> None:
         self._arrived += num_tokens_per_expert

@@ -131,10 +131,11 @@ class HierarchicalCombine(Combine):
         """Whether fewer bytes cross between domains this way; the same on all ranks, who know all counts."""
         assert self.routing.counts is not None
         costs = self._costs(self.routing.counts.numpy(), sum(card.offsets[-2] for card in self.cards))
+        read_by_rails = costs[0]  # the rows that would cross from rank to rank
         if self.per_host:
-            self.exchange.hops.note("combine", Choice(self.call.title, True, *costs))
+            self.exchange.hops.note("combine", Choice(self.call.title, True, *costs, read_by_rails))
             return True
-        return self.exchange.hops.choose("combine", self.call.title, *costs)
+        return self.exchange.hops.choose("combine", self.call.title, *costs, read_by_rails)
 
     @property
     def _is_flat(self) -> bool:

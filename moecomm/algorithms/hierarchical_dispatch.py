@@ -75,8 +75,9 @@ class HierarchicalDispatch(Dispatch):
     def _is_worth_it(self) -> bool:
         """Whether fewer bytes cross between domains this way; the same on all ranks, who know all counts."""
         assert self.routing.counts is not None
-        costs = self._costs(self.routing.counts.numpy(), sum(card.offsets[0] for card in self.cards))
-        return self.exchange.hops.choose("dispatch", self.call.title, *costs)
+        num_pairs = sum(card.offsets[0] for card in self.cards)
+        costs = self._costs(self.routing.counts.numpy(), num_pairs)
+        return self.exchange.hops.choose("dispatch", self.call.title, *costs, num_pairs * self.row_format.row_bytes)
 
     def _announce(self) -> None:
         super()._announce()

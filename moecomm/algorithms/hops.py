@@ -13,18 +13,21 @@ WAYS: tuple[str, ...] = get_args(Way)
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How one call went, and what that was decided by: payload bytes between domains, of all ranks together.
+    """How one call went, and what that was decided by: payload bytes of all ranks together.
 
     Attributes:
         title: of the call.
         is_hierarchical: over rails; else from rank to rank.
-        direct_bytes, hierarchical_bytes: of either way.
+        direct_bytes, hierarchical_bytes: between domains, of either way.
+        inside_bytes: over rails, what these pass on in a dispatch, and what they read inside their domains to answer in
+            a combine.
     """
 
     title: str
     is_hierarchical: bool
     direct_bytes: int
     hierarchical_bytes: int
+    inside_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +64,10 @@ class Hops:
         self.forwarded = 0
         self.choices: dict[str, Choice] = {}
 
-    def choose(self, kind: str, title: str, direct_bytes: int, hierarchical_bytes: int) -> bool:
+    def choose(self, kind: str, title: str, direct_bytes: int, hierarchical_bytes: int, inside_bytes: int) -> bool:
         """Whether a call goes over rails: if that moves fewer bytes between domains, unless the user says otherwise."""
         is_hierarchical = self.prefers_rails(direct_bytes, hierarchical_bytes)
-        self.note(kind, Choice(title, is_hierarchical, direct_bytes, hierarchical_bytes))
+        self.note(kind, Choice(title, is_hierarchical, direct_bytes, hierarchical_bytes, inside_bytes))
         return is_hierarchical
 
     def prefers_rails(self, direct_bytes: int, hierarchical_bytes: int) -> bool:

@@ -126,7 +126,7 @@ class Mailbox:
         transport: carries the messages.
         num_counts: E + R.
         num_slots: calls whose messages are kept; at least the number of calls in flight.
-        num_crossings: room for further counts, by domain.
+        num_crossings: room for further counts, two by domain.
 
     Attributes:
         num_slots: as given.
@@ -248,8 +248,9 @@ class Mailbox:
         return counts
 
     def crossings(self, sequence: int, num_domains: int) -> torch.Tensor:
-        """`[R, D]` int32: a copy of the further counts on everybody's cards."""
-        return torch.from_numpy(self._crossings[sequence % self.num_slots, :, :num_domains].copy())
+        """`[R, 2, D]` int32: a copy of the further counts on everybody's cards."""
+        found = self._crossings[sequence % self.num_slots, :, : 2 * num_domains]
+        return torch.from_numpy(found.copy()).view(-1, 2, num_domains)
 
     def send_grant(self, sequence: int, grant: Grant, lane: int, advance: int) -> None:
         """Sends a grant to every rank and adds `advance` to its counter `lane`."""

@@ -211,12 +211,24 @@ def to_rails(
 
 
 def to_homes(
-    topology: Topology, rank: int, far: Sequence[int], crossings: torch.Tensor, array_bytes: tuple[int, ...]
+    topology: Topology,
+    rank: int,
+    far: Sequence[int],
+    crossings: torch.Tensor,
+    array_bytes: tuple[int, ...],
+    *,
+    with_own: bool = False,
 ) -> Passage:
-    """The way back of `to_rails` with `with_own`; arguments as there."""
+    """The way back of `to_rails`; arguments as there, but `crossings` are the numbers of what comes back."""
     numbers = crossings.tolist()
 
     def senders(home: int) -> list[tuple[int, int]]:
-        return [(topology.rail(home, domain), count) for domain, count in enumerate(numbers[home])]
+        own = topology.domain_of[home]
+        return [
+            (topology.rail(home, domain), count)
+            for domain, count in enumerate(numbers[home])
+            if with_own or domain != own
+        ]
 
-    return Passage(topology, rank, far, (*topology.rail_sources(rank), rank), senders, array_bytes)
+    homes = (*topology.rail_sources(rank), *((rank,) if with_own else ()))
+    return Passage(topology, rank, far, homes, senders, array_bytes)

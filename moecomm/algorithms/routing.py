@@ -58,8 +58,9 @@ class Routing(NamedTuple):
         is_hosted: the host must know what comes of the call, which is an operator's. On a device all ranks agree.
         on_device: what the device alone knows, with counts and stamp; None: the host knows all.
         mode: which algorithm carries it: `throughput`, or `low_latency`, whose shapes are always fixed.
-        crossings: `[R, D]` int32 on the host: tokens of each rank that have an expert in each domain; None: the stamp
-            says, or nobody needs to know, see `Session.num_crossings`.
+        crossings: `[R, 2, D]` int32 on the host: tokens of each rank that have an expert in each domain, and rows that
+            answer its exact combine from there, see device_answers.py; None: the stamp says, or nobody needs to know,
+            see `Session.num_crossings`.
         changed: one int64 on the device: whether a recompute here has routed otherwise than this, so that no rank may
             use what the call brings; None: it has not.
     """

@@ -37,8 +37,8 @@ __all__ = ["NUM_SLOTS", "DeviceQueue"]
 
 A = TypeVar("A")
 T = TypeVar("T", bound=tuple[Any, ...])
-NUM_SLOTS = 4
-"""Counters of a board: as many as calls have lanes on which all ranks' data depend."""
+NUM_SLOTS = 5
+"""Counters of a board: as many as calls have lanes on which ranks' data depend."""
 
 _SPIN = 2e-4  # seconds that the host looks without a break
 _NAP = 2e-5
@@ -236,10 +236,10 @@ class DeviceQueue(OrderedQueue):
         expert_rank: Tensor,
         num_ranks: int,
         counts: Tensor,
-        expert_domain: Tensor,
+        tally: Callable[[Tensor, Tensor], object],
         crossings: Tensor,
     ) -> int:
-        return self._count(topk_idx, expert_rank, num_ranks, counts, expert_domain, crossings)
+        return self._count(topk_idx, expert_rank, num_ranks, counts, tally, crossings)
 
     def _count(
         self,
@@ -247,19 +247,18 @@ class DeviceQueue(OrderedQueue):
         expert_rank: Tensor,
         num_ranks: int,
         counts: Tensor,
-        expert_domain: Tensor | None = None,
+        tally: Callable[[Tensor, Tensor], object] | None = None,
         crossings: Tensor | None = None,
     ) -> int:
-        num_domains = 0 if crossings is None else crossings.numel()
         size = HEAD + expert_rank.numel() + num_ranks
-        told = self._device.pinned(torch.empty(size + num_domains, dtype=torch.int64))
+        num_more = 0 if crossings is None else crossings.numel()
+        told = self._device.pinned(torch.empty(size + num_more, dtype=torch.int64))
 
         def tell() -> None:
             summary = torch.empty(told.shape, dtype=torch.int64, device=self._device.torch_device)
-            kernels = self._device.row_kernels()
-            kernels.summarize_routes(topk_idx, expert_rank, num_ranks, summary[:size])
-            if expert_domain is not None:
-                kernels.count_tokens(topk_idx, expert_domain, num_domains, summary[size:])
+            self._device.row_kernels().summarize_routes(topk_idx, expert_rank, num_ranks, summary[:size])
+            if tally is not None:
+                tally(topk_idx, summary[size:])
             told.copy_(summary, non_blocking=True)
             self._seen.copy_(self._status, non_blocking=True)
 

@@ -171,15 +171,15 @@ class OrderedQueue(Queue):
         expert_rank: Tensor,
         num_ranks: int,
         counts: Tensor,
-        expert_domain: Tensor,
+        tally: Callable[[Tensor, Tensor], object],
         crossings: Tensor,
     ) -> int:
-        """`count_routes`, and in the same wait how many tokens have an expert in each domain.
+        """`count_routes`, and in the same wait what else is to be counted.
 
         Arguments:
             topk_idx, expert_rank, num_ranks, counts: as there.
-            expert_domain: `[E]` int32 on the device, the domain of each expert.
-            crossings: `[D]` int32 on the host, overwritten.
+            tally: work that counts ids, leaving numbers in a tensor `[C]` int64 on the device; ids may be bad.
+            crossings: `[C]` int32 on the host, overwritten.
 
         Raises:
             ValueError, PeerTimeout, PeerLost: as there.
@@ -206,6 +206,35 @@ class OrderedQueue(Queue):
     @abc.abstractmethod
     def wait(self, lane: int, sequence: int) -> None:
         """What follows comes after all ranks' `signal_all` for the call."""
+
+    def wait_for(self, ranks: Sequence[int], lane: int, sequence: int) -> None:
+        """As `wait`, for some ranks' signals alone."""
+        raise AssertionError("all ranks' memory has an address on this device")
+
+    def wait_beside(self, rank: int, lane: int, sequence: int) -> None:
+        """What is given beside for a rank from now on comes after its signal for the call, and after all work so far.
+
+        No other work waits for that, but the next `signal_all`: it comes behind what has been given beside.
+        """
+        raise AssertionError("all ranks' memory has an address on this device")
+
+    def run_beside(self, rank: int, work: Callable[..., object], *arguments: Any) -> None:
+        """Does work behind the last `wait_beside` for the rank, and behind what has been run beside for it."""
+        raise AssertionError("all ranks' memory has an address on this device")
+
+    def put_beside(
+        self, rank: int, memory: Memory, runs: Sequence[FarRun], told: tuple[int, int] | None = None
+    ) -> None:
+        """Puts runs to a rank, as `put`, behind what has been run beside for it so far.
+
+        What is run beside from now on does not wait for that. Whoever waits for the next `signal_all` finds them there.
+
+        Arguments:
+            rank, memory, runs: as there.
+            told: a lane and the number of a call: the rank, and no other, is told behind its puts that this one has
+                come so far with the call. Such a lane is for nothing else.
+        """
+        raise AssertionError("all ranks' memory has an address on this device")
 
     @abc.abstractmethod
     def unless_failed(self, routes: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class WireKernels(Protocol):
         parts: int,
         arrivals: Tensor,
         status: Tensor,
+        to: int | None = None,
     ) -> None:
         """Puts runs from my memory to the same region of far ranks, then adds n to my lane of a slot of all boards.
 
@@ -71,9 +72,25 @@ class WireKernels(Protocol):
             parts: programs per rank.
             arrivals: `[R]` int32 zeros, for one launch at a time.
             status: nothing is put or added once a wait has failed.
+            to: the only rank that something is put to, and whose board is added to; None: all.
         """
         ...
 
-    def wait(self, wire: Wire, slot: int, at_least: int, *, status: Tensor, timeout_ns: int) -> None:
-        """As `SignalKernels.wait`, for a board to which a network adds as well."""
+    def wait(
+        self,
+        wire: Wire,
+        slot: int,
+        at_least: int,
+        *,
+        status: Tensor,
+        timeout_ns: int,
+        awaited: Tensor | None = None,
+    ) -> None:
+        """As `SignalKernels.wait`, for a board to which a network adds as well.
+
+        Arguments:
+            wire: who is reached how.
+            slot, at_least, status, timeout_ns: as there.
+            awaited: `[R]` int32: only lanes of ranks are waited for where it is not 0; None: all.
+        """
         ...

@@ -16,7 +16,8 @@ def far_ranks(me: Peer, peers: Sequence[Peer]) -> list[int]:
     transports = [transport_class(name) for name in transport_names()]
     far = set(range(len(peers)))
     for transport in transports:
-        if transport.capabilities.addressable:
+        capabilities = transport.capabilities
+        if capabilities.addressable and me.device_type in capabilities.device_types:
             far -= {rank for rank, reason in enumerate(transport.probe(me, peers)) if reason is None}
     return sorted(far - {me.rank})
 

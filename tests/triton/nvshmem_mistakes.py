@@ -24,9 +24,10 @@ class BrokenWire:
         self._mistake = mistake
         self.wait = wire_kernels_for("triton").wait
 
-    def push(self, wire, runs, memory, slot, *, n, parts, arrivals, status):
-        broken_push[(wire.num_ranks * parts,)](
-            *(runs.table, runs.starts, memory.address, memory.address, wire.rank, wire.num_ranks, wire.boards),
+    def push(self, wire, runs, memory, slot, *, n, parts, arrivals, status, to=None):
+        first, num = (wire.rank, wire.num_ranks) if to is None else (to - 1, 1)
+        broken_push[(num * parts,)](
+            *(runs.table, runs.starts, memory.address, memory.address, first, wire.num_ranks, wire.boards),
             *(wire.pes, wire.board, wire.lane(slot), n, arrivals, status),
             MISTAKE=self._mistake,
             PARTS=parts,

@@ -8,29 +8,30 @@ from nvshmem_mistakes import BrokenWire
 from nvshmem_ranks import OwnDevice, opened
 
 from moecomm import Communicator
-from moecomm.algorithms.calls import LANE_CROSSED, LANE_GRANTED
+from moecomm.algorithms.calls import LANE_ANSWERED, LANE_CROSSED, LANE_GRANTED
 from moecomm.devices.wire_queue import WireQueue
 from moecomm.kernels.registry import wire_kernels_for
 from moecomm.testing import masked
 from moecomm.testing.contracts.cases import random_rows
 
 HIDDEN, TOKENS = 96, 8
+CROSSING = (LANE_CROSSED, LANE_ANSWERED)
 
 
 class TakesAtOnce(WireQueue):
     """Passes on rows, and adds up sums, that the hosts say are on their way."""
 
-    def wait(self, lane, sequence):
-        if lane != LANE_CROSSED:
-            super().wait(lane, sequence)
+    def _wait(self, lane, sequence, awaited=None):
+        if lane not in CROSSING:
+            super()._wait(lane, sequence, awaited)
 
 
 class AnswersAtOnce(WireQueue):
     """Sums what the hosts say is being asked for."""
 
-    def wait(self, lane, sequence):
+    def _wait(self, lane, sequence, awaited=None):
         if lane != LANE_GRANTED:
-            super().wait(lane, sequence)
+            super()._wait(lane, sequence, awaited)
 
 
 class SignalsCrossingFirst(BrokenWire):
@@ -41,22 +42,22 @@ class SignalsCrossingFirst(BrokenWire):
         self._kernels = wire_kernels_for("triton")
 
     def push(self, wire, runs, memory, slot, **options):
-        push = super().push if slot == LANE_CROSSED else self._kernels.push
+        push = super().push if slot in CROSSING else self._kernels.push
         push(wire, runs, memory, slot, **options)
 
 
-# What is wrong then: dispatches, and combines with a sum per domain.
+# What is wrong then: dispatches, combines with a sum per domain, and exact ones.
 MISTAKES = {
-    "": [False, False],
-    "no wait": [True, True],
-    "no wait for requests": [False, True],
-    "signal before puts": [True, True],
+    "": [False, False, False],
+    "no wait": [True, True, True],
+    "no wait for requests": [False, True, True],
+    "signal before puts": [True, True, True],
 }
 QUEUES = {"no wait": TakesAtOnce, "no wait for requests": AnswersAtOnce}
 
 
 def are_right(group, mistake):
-    """Whether dispatches, and combines with a sum per domain, give what they should."""
+    """Whether dispatches, combines with a sum per domain, and exact ones give what they should."""
     # Who puts is later than who waits.
     kernels = SignalsCrossingFirst() if mistake == "signal before puts" else None
     device = OwnDevice(group, 0.02 * group.rank, queue_class=QUEUES.get(mistake), wire_kernels=kernels)
@@ -69,7 +70,7 @@ def are_right(group, mistake):
     with Communicator(group, num_experts=6, hidden=HIDDEN, num_topk=3, topology=topology) as comm:
         wanted = _calls(comm, lambda: None)
     is_right = [torch.equal(*pair) for pair in zip(got, wanted, strict=True)]
-    return all(is_right[::2]), all(is_right[1::2])
+    return tuple(all(is_right[kind::3]) for kind in range(3))
 
 
 def _blank(group, memory):
@@ -90,6 +91,7 @@ def _calls(comm, blank):
         found.append(received.x.clone())
         handle, y = received.handle, received.x + 1
         del received
-        blank()
-        found.append(comm.combine(y, handle, reduce="per_host"))
+        for reduce in ("per_host", "exact"):
+            blank()
+            found.append(comm.combine(y, handle, reduce=reduce))
     return found

@@ -7,6 +7,7 @@ import torch
 from far_ranks import MISTAKES, Form, Round, exchange
 from triton.runtime.errors import InterpreterError
 
+from moecomm.errors import PeerTimeout
 from moecomm.kernels.far_runs import FarRun, Memory, make_runs
 from moecomm.kernels.triton import signals
 from moecomm.kernels.triton.far_push import far_push
@@ -102,6 +103,13 @@ SOME = make_runs([FarRun(1, 16, 4, 4)], 2, "cpu")
         (lambda: push(status=signals.make_status(3, "cpu")), r"status is torch.int64 \[7\].*\[6\]"),
         (lambda: far_wait(wire(), 2, 1, status=signals.make_status(2, "cpu"), timeout_ns=1), "slot is 2"),
         (lambda: far_wait(wire(), 0, -1, status=signals.make_status(2, "cpu"), timeout_ns=1), "at_least is -1"),
+        (lambda: push(to=2), "to is 2; there are 2 ranks"),
+        (
+            lambda: far_wait(
+                *(wire(), 0, 1), status=signals.make_status(2, "cpu"), timeout_ns=1, awaited=torch.ones(2)
+            ),
+            r"awaited is torch.float32 \[2\] on cpu; wanted torch.int32 \[2\]",
+        ),
         (lambda: far_wait(wire(), 0, torch.zeros(2), status=signals.make_status(2, "cpu"), timeout_ns=1), r"\[2\]"),
     ],
 )
@@ -143,3 +151,33 @@ def test_after_a_failed_wait_nothing_is_put_or_signalled():
         assert board.nonzero().tolist() == [[0, 0]]
     finally:
         interpret_with(None)
+
+
+def test_a_wait_for_some_ranks_neither_awaits_nor_blames_the_others():
+    status = signals.make_status(3, "cpu")
+    board = torch.tensor([[5, 0, 0], [0, 0, 0]])
+    three = {"boards": torch.zeros(3, dtype=torch.int64), "pes": torch.arange(3, dtype=torch.int32)}
+    mine = wire(**three, board=board.data_ptr())
+    interpret_with(Counting())
+    try:
+        far_wait(mine, 0, 5, status=status, timeout_ns=1_000_000, awaited=torch.tensor([1, 0, 0], dtype=torch.int32))
+        signals.raise_if_behind(status, "a call")
+        far_wait(mine, 0, 5, status=status, timeout_ns=1_000_000, awaited=torch.tensor([1, 0, 1], dtype=torch.int32))
+        with pytest.raises(PeerTimeout, match="for rank 2: counter at 0, expected 5") as caught:
+            signals.raise_if_behind(status, "a call")
+    finally:
+        interpret_with(None)
+    assert caught.value.peers == (2,)
+
+
+def test_what_is_put_to_one_rank_signals_nobody_else():
+    network = Counting()
+    board = torch.zeros(2, 2, dtype=torch.int64)
+    mine = wire(boards=torch.tensor([board.data_ptr(), 0]), board=board.data_ptr())
+    interpret_with(network)
+    try:
+        far_push(mine, SOME, source=Memory(0, 8), region=Memory(0, 20), slot=0, to=1)
+    finally:
+        interpret_with(None)
+    assert network.calls == {"put_signal": 1, "quiet": 1}
+    assert not board.any()

@@ -22,7 +22,7 @@ def test_what_is_in_order_is_right_and_mistakes_show_with_one_of_a_few_seeds(mis
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_rails_pass_on_and_sum_what_has_been_put_and_mistakes_show_with_one_of_a_few_seeds(mistake):
-    are_wrong = [False, False]
+    are_wrong = [False] * 3
     for seed in range(8 if mistake else 1):
         for answers in run(are_right, 2, 1, mistake, seed=seed, slowness=10):
             are_wrong = [was or not is_right for was, is_right in zip(are_wrong, answers, strict=True)]

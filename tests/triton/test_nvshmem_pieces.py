@@ -11,7 +11,7 @@ from nvshmem_ranks import OwnDevice, opened, run
 
 from moecomm import Communicator
 from moecomm.algorithms import passage
-from moecomm.algorithms.calls import LANE_CROSSED, LANE_DONE, PIECES
+from moecomm.algorithms.calls import LANE_ANSWERED, LANE_CROSSED, LANE_DONE, PIECES
 from moecomm.algorithms.device_hierarchical_dispatch import DeviceHierarchicalDispatch
 from moecomm.devices.wire_queue import WireQueue
 from moecomm.kernels.far_runs import FarRun, Memory
@@ -24,11 +24,15 @@ SIZES = {"num_experts": 6, "hidden": 24, "num_topk": 3, "max_tokens_per_rank": T
 
 
 class CountsPushes(WireQueue):
-    """Knows how often it has signalled."""
+    """Knows how often it has signalled, and put beside."""
 
     def __init__(self, *args):
-        self.pushes = Counter()  # by lane
+        self.pushes = Counter()  # by lane; and None: to one rank alone
         super().__init__(*args)
+
+    def _launch(self, memory, runs, lane, *, to=None, **options):
+        self.pushes[None] += to is not None
+        super()._launch(memory, runs, lane, to=to, **options)
 
     def _push(self, memory, runs, lane, n):
         self.pushes[lane] += 1
@@ -51,8 +55,28 @@ class WaitsForFirstPiece(LatePieces):
 
     delay = 3
 
-    def wait(self, lane, sequence):
-        super().wait(lane, sequence - sequence % PIECES if lane == LANE_CROSSED else sequence)
+    def _wait(self, lane, sequence, awaited=None):
+        super()._wait(lane, sequence - sequence % PIECES if lane == LANE_CROSSED else sequence, awaited)
+
+
+class LateAnswers(CountsPushes):
+    """Takes its time before the last piece of the first answers."""
+
+    delay = 0.3
+
+    def _launch(self, memory, runs, lane, *, to=None, **options):
+        if to is not None and self.pushes[None] == PIECES - 1:
+            time.sleep(self.delay)
+        super()._launch(memory, runs, lane, to=to, **options)
+
+
+class TellsWithFirstPiece(LateAnswers):
+    """Says that it has answered when it has put the first piece."""
+
+    delay = 3
+
+    def put_beside(self, rank, memory, runs, told=None):
+        super().put_beside(rank, memory, runs, told or (LANE_ANSWERED, 1))  # the number of the combine
 
 
 def cut_all(fn):
@@ -86,14 +110,14 @@ def dispatches(comm, options, blank=lambda: None):
     return found
 
 
-def sums(comm, options, blank=lambda: None):
-    """What a combine with a sum per domain gives, and its gradients, for which values come home."""
+def sums(comm, options, blank=lambda: None, *, reduce="per_host"):
+    """What a combine gives, and its gradients, for which values come home."""
     ids = masked(TOKENS, 6, 3, seed=comm.rank)
     received = comm.dispatch(torch.zeros(TOKENS, 24), ids, **options)
     y = random_rows(tuple(received.x.shape), torch.float32, f"y {comm.rank}").requires_grad_()
     scale = torch.rand(TOKENS, 3, generator=torch.Generator().manual_seed(comm.rank)).requires_grad_()
     blank()
-    home = comm.combine(y, received.handle, None if "layout" in options else scale, reduce="per_host")
+    home = comm.combine(y, received.handle, None if "layout" in options else scale, reduce=reduce)
     home.square().sum().backward()
     return [one.detach().clone() for one in (home, y.grad, *(() if "layout" in options else (scale.grad,)))]
 
@@ -126,18 +150,24 @@ def test_dispatches_in_pieces_of_one_part_and_of_several_are_the_native_bits(num
         assert all(are_right)
 
 
+@pytest.mark.parametrize("reduce", ["per_host", "exact"])
 @pytest.mark.parametrize(("num_ranks", "options"), [(2, {}), (3, {"layout": "flat"})])
-def test_sums_in_pieces_are_the_native_bits(num_ranks, options):
-    for pushes, are_right in run(in_pieces, num_ranks, 1, CountsPushes, sums, options):
-        assert pushes[LANE_CROSSED] >= 3 * PIECES  # of the gradients, too
+def test_sums_in_pieces_are_the_native_bits(num_ranks, options, reduce):
+    calls = functools.partial(sums, reduce=reduce)
+    for pushes, are_right in run(in_pieces, num_ranks, 1, CountsPushes, calls, options):
+        assert pushes[LANE_CROSSED] == 2 * PIECES  # of the dispatch that brings gradients, too
+        assert pushes[None] >= PIECES
         assert all(are_right)
 
 
-@pytest.mark.parametrize("calls", [dispatches, sums])
-def test_who_waits_for_the_first_piece_alone_takes_what_is_not_there(calls):
-    for queue_class in (LatePieces, WaitsForFirstPiece):
+@pytest.mark.parametrize(
+    ("calls", "sound", "mistaken"),
+    [(dispatches, LatePieces, WaitsForFirstPiece), (sums, LateAnswers, TellsWithFirstPiece)],
+)
+def test_who_takes_pieces_before_the_last_has_come_takes_what_is_not_there(calls, sound, mistaken):
+    for queue_class in (sound, mistaken):
         for _, are_right in run(in_pieces, 2, 1, queue_class, calls, {}):
-            assert are_right[0] == (queue_class is LatePieces)
+            assert are_right[0] == (queue_class is sound)
 
 
 # -- beside other work -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ def test_rows_over_rails_are_the_native_bits(domains, kind):
     for found, explained, _, log in answers:
         assert found == domain_of
         assert "algorithm='hierarchical': over rails" in explained
+        assert re.search("combine #[0-9]+: over rails, ", explained)
         # Nothing is under way any more when memory goes back, all of it.
         assert log[-9:] == ["quiet", *["free"] * 7, "finish"]
         assert log.count("allocate") == 7
@@ -51,7 +53,7 @@ def test_rows_over_rails_are_the_native_bits(domains, kind):
 
 
 def sums(comm, options):
-    """What combines with a sum per domain give, and their gradients."""
+    """What combines with a sum per domain give, and their gradients; and what is told of the last one."""
     rank, num_tokens = comm.rank, TOKENS[comm.num_ranks][comm.rank]
     ids = with_duplicates(num_tokens, 6, 3, seed=rank)
     weights = torch.rand(num_tokens, 3, generator=torch.Generator().manual_seed(rank)).masked_fill(ids < 0, 0)
@@ -63,19 +65,21 @@ def sums(comm, options):
     buffer.copy_(random_rows(tuple(buffer.shape), torch.bfloat16, f"y {rank}"))
     found.append(comm.combine_async(buffer, received.handle, reduce="per_host").wait())
     home = comm.combine(received.x, received.handle, scale, reduce="per_host")
+    explained = comm.explain()  # in the backward there are exact ones
     home.square().sum().backward()
-    return [one.detach().cpu() for one in (*found, home, x.grad, *(() if scale is None else (scale.grad,)))]
+    found += [home, x.grad, *(() if scale is None else (scale.grad,))]
+    return [one.detach().cpu() for one in found], explained
 
 
 def compare_sums(group, options):
     device = OwnDevice(group, 5e-4 * group.rank)
     with opened(group, device, algorithm="direct") as comm:
-        got, topology, explained = sums(comm, options), comm.topology, comm.explain()
+        (got, explained), topology = sums(comm, options), comm.topology
         gc.collect()
         assert comm.stats["receive_blocks_alive"] == 0
     device.end()
     with Communicator(group, **SIZES, topology=topology) as comm:
-        wanted = sums(comm, options)
+        wanted, _ = sums(comm, options)
     for place, pair in enumerate(zip(got, wanted, strict=True)):
         assert_bitwise_equal(*pair, f"rank {group.rank}: {place}")
     return explained
@@ -109,6 +113,55 @@ def choose(group):
         comm.combine(received.x, received.handle, reduce="per_host")
     device.end()
     return found
+
+
+def choose_home(group):
+    """The same of combines."""
+    device, found = OwnDevice(group), []
+    with opened(group, device) as comm:
+        x = torch.full((4, 24), float(comm.rank + 1))
+        for ids in ([[2, 3, 5]] if comm.rank == 0 else [[0, 1, 2]], [[4, -1, -1]]):
+            received = comm.dispatch(x, torch.tensor(ids).expand(4, 3).contiguous())
+            before = comm.stats["bytes_between_hosts"]
+            home = comm.combine(received.x, received.handle)
+            way = comm.explain().split("combine #")[1].split(": ")[1].split(",")[0]
+            num_sent = sum(id >= 0 for id in ids[0])
+            found.append((way, comm.stats["bytes_between_hosts"] - before, torch.equal(home, num_sent * x)))
+    device.end()
+    return found
+
+
+def test_auto_brings_rows_home_the_way_of_fewer_bytes():
+    """As below; of a request also 4 bytes that say whether a token's experts are all there."""
+    answers = run(choose_home, 3, 2)
+    asked = 64 + 64
+    # Rank 0's tokens have one sum in the other domain; those of 1 and 2 have two rows each in that of rank 0.
+    assert [one[0] for one in answers] == [
+        ("over rails", asked + 2 * 8 * 96, True),
+        ("over rails", asked + 4 * 96, True),
+        ("over rails", asked, True),
+    ]
+    # One row each, and requests would come on top.
+    assert [one[1] for one in answers] == [
+        ("from rank to rank", 0, True),
+        ("from rank to rank", 0, True),
+        ("from rank to rank", 4 * 96, True),
+    ]
+
+
+def round_to_zero(group):
+    """A sum that all rows of the other domain make, less than half of what float16 has next to 0."""
+    device = OwnDevice(group)
+    with opened(group, device, algorithm="hierarchical") as comm:
+        ids = torch.tensor([[3, 4, 5]] if comm.rank == 0 else [[0, 2, -1]])
+        received = comm.dispatch(torch.zeros(1, 24, dtype=torch.float16), ids)
+        home = comm.combine(torch.full_like(received.x, 2.0**-24), received.handle, torch.full((1, 3), -0.1))
+    device.end()
+    return home.abs().max().item(), home.signbit().all().item()
+
+
+def test_sums_come_as_they_are_with_the_sign_of_a_zero():
+    assert run(round_to_zero, 2, 1) == [(0.0, True)] * 2
 
 
 def test_auto_takes_the_way_of_fewer_bytes():
@@ -166,9 +219,9 @@ def watched(group):
             with Looking() if is_watched else contextlib.nullcontext():
                 received = comm.dispatch(x, ids)
                 again = comm.dispatch(x, handle=received.handle)
-                home = comm.combine(received.x, received.handle, reduce="per_host")
-            found.append([received.x.clone(), again.x.clone(), home.clone()])
-            assert received.handle.stamp.shape == (2 + 2 * 2,)
+                sums = [comm.combine(received.x, received.handle, reduce=how) for how in ("per_host", "exact")]
+            found.append([received.x.clone(), again.x.clone(), *(home.clone() for home in sums)])
+            assert received.handle.stamp.shape == (2 + 2 * 2 * 2,)
     device.end()
     return all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
@@ -185,7 +238,8 @@ def repeated(group):
 
         def layer(x):
             received = comm.dispatch(x, ids)
-            return comm.combine(received.x.square(), received.handle, reduce="per_host")
+            rows = received.x.square()
+            return comm.combine(rows, received.handle, reduce="per_host") + comm.combine(rows, received.handle)
 
         for make in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
             x = random_rows((3, 24), torch.float32, f"x {comm.rank}").requires_grad_()
@@ -222,7 +276,10 @@ def dispatch_often(comm, ids):
 
 
 def never_put(group):
-    """Rank 1 waits in vain for what it is to pass on; what lies there names places, and more than were granted."""
+    """Rank 1 waits in vain for what it is to pass on; what lies there names places, and more than were granted.
+
+    So the others wait in vain for rank 1.
+    """
     device = OwnDevice(group, wire_kernels=Silent())
     stream = LateStream(device.failures)  # a host that gives it a wait does not wait itself
     with device.using(stream), opened(group, device, algorithm="hierarchical", timeout=GIVE_UP) as comm:
@@ -233,7 +290,8 @@ def never_put(group):
         ids = torch.tensor([3, 4, 5, 3, 4], dtype=torch.int32).repeat(len(memory) // 5 + 1)[: len(memory)]
         memory.copy_(ids)
         group.all_gather(None)
-        with pytest.raises((PeerTimeout, PeerFailed), match=r"the device of rank 0: counter at \d+, expected \d"):
+        told = r"the device of rank 0: counter at \d+, expected \d" if comm.rank == 1 else "rank 1"
+        with pytest.raises((PeerTimeout, PeerFailed), match=told):
             dispatch_often(comm, torch.tensor([[3, -1, -1]]) if comm.rank == 0 else torch.tensor([[-1, -1, -1]]))
         group.all_gather(None)
         is_untouched = torch.equal(memory, ids)

@@ -66,7 +66,7 @@ def far_push_kernel(
     QUIET: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """PARTS programs for each rank, those behind me first: put its runs if it is far, signal it in any case.
+    """PARTS programs for each rank, those behind `rank` first: put its runs if it is far, signal it in any case.
 
     Arguments:
         runs: `[N, 3]` int64, by rank: offset in the region, offset from the source, bytes (at least 1).
@@ -157,6 +157,7 @@ def far_push(
     quiet: bool = True,
     arrivals: Tensor | None = None,
     status: Tensor | None = None,
+    to: int | None = None,
 ) -> None:
     """Puts runs to far ranks and signals all ranks, after all work that the current stream has been given before.
 
@@ -171,6 +172,7 @@ def far_push(
             answered; with parts above 1 it holds in any case.
         arrivals: `[R]` int32 zeros, if parts is above 1: for one launch at a time.
         status: from `signals.make_status`; once a wait has failed, nothing is put or signalled.
+        to: the only rank that something is put to, and that is signalled; None: all.
 
     Raises:
         ValueError: an argument is not as said.
@@ -196,9 +198,11 @@ def far_push(
         raise ValueError(f"arrivals is {found}; with {parts} parts wanted torch.int32 [{num_ranks}] on {device}")
     if status is not None:
         check_status(status, wire)
+    if to is not None and not 0 <= to < num_ranks:
+        raise ValueError(f"to is {to}; there are {num_ranks} ranks")
     launch_linked(
         far_push_kernel,
-        num_ranks * parts,
+        parts * (num_ranks if to is None else 1),
         device,
         wire.library,
         *(
@@ -206,7 +210,7 @@ def far_push(
             runs.starts,
             source.address,
             region.address,
-            wire.rank,
+            wire.rank if to is None else (to - 1) % num_ranks,
             num_ranks,
             wire.boards,
             wire.pes,

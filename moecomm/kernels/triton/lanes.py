@@ -38,6 +38,7 @@ __all__ = [
     "SEEN",
     "WAITED",
     "acquire_lanes",
+    "acquire_some_lanes",
     "is_last_program",
     "nanoseconds",
     "release_from_last_program",
@@ -137,11 +138,31 @@ def acquire_lanes(
     Returns:
         How many lanes are behind; 0 = reached, else what the sources have stored must not be used.
     """
+    is_rank = tl.arange(0, RANKS) < num_ranks
+    return acquire_some_lanes(board, slot, at_least, num_ranks, is_rank, status, timeout_ns, True, RANKS)
+
+
+@triton.jit
+def acquire_some_lanes(
+    board: tl.int64,
+    slot: tl.int64,
+    at_least: tl.int64,
+    num_ranks: tl.int32,
+    is_awaited: tl.tensor,
+    status: tl.tensor,
+    timeout_ns: tl.int64,
+    IS_ALL: tl.constexpr,
+    RANKS: tl.constexpr,
+) -> tl.tensor:
+    """As `acquire_lanes`, for lanes of some sources: of those for which `is_awaited`, `[RANKS]`, is true.
+
+    Arguments:
+        IS_ALL: it is for all, so that none is left out of what the status says.
+    """
     sources = tl.arange(0, RANKS)
-    is_rank = sources < num_ranks
     counters = (board + (slot * num_ranks + sources) * 8).to(tl.pointer_type(tl.int64))
-    seen = tl.atomic_add(counters, 0, mask=is_rank, sem="acquire", scope="sys")
-    num_behind = tl.sum((is_rank & (seen < at_least)).to(tl.int32))
+    seen = tl.atomic_add(counters, 0, mask=is_awaited, sem="acquire", scope="sys")
+    num_behind = tl.sum((is_awaited & (seen < at_least)).to(tl.int32))
     if num_behind > 0:
         tl.atomic_max(status + CLOCK, nanoseconds(), sem="relaxed", scope="gpu")
     polls = 0
@@ -149,8 +170,8 @@ def acquire_lanes(
     waited = tl.cast(0, tl.int64)
     gives_up = False
     while (num_behind > 0) & (not gives_up):
-        seen = tl.atomic_add(counters, 0, mask=is_rank, sem="acquire", scope="sys")
-        num_behind = tl.sum((is_rank & (seen < at_least)).to(tl.int32))
+        seen = tl.atomic_add(counters, 0, mask=is_awaited, sem="acquire", scope="sys")
+        num_behind = tl.sum((is_awaited & (seen < at_least)).to(tl.int32))
         polls += 1
         if polls % _POLLS_PER_LOOK == 0:
             # Not this program's clock but the latest look of any, before this one: the same for all threads.
@@ -167,7 +188,9 @@ def acquire_lanes(
         if before == 0:
             tl.store(status + EXPECTED, at_least)
             tl.store(status + WAITED, waited)
-            tl.store(status + SEEN + sources, seen, mask=is_rank)
+            if not IS_ALL:  # of the others nothing is missing
+                seen = tl.where(is_awaited, seen, at_least)
+            tl.store(status + SEEN + sources, seen, mask=sources < num_ranks)
     return num_behind
 
 

@@ -41,6 +41,7 @@ class TritonWireKernels:
         parts: int,
         arrivals: Tensor,
         status: Tensor,
+        to: int | None = None,
     ) -> None:
         far_push.far_push(
             *(wire, runs),
@@ -51,4 +52,5 @@ class TritonWireKernels:
             parts=parts,
             arrivals=arrivals,
             status=status,
+            to=to,
         )
