@@ -190,6 +190,23 @@ def test_ranks_whose_gpus_cannot_be_used_are_named(monkeypatch):
     assert "GPU" not in drawn(facts, 100, monkeypatch)
 
 
+@pytest.mark.parametrize(("local_rank", "name"), [(None, "cuda:0"), ("5", "cuda:1")])
+def test_whatever_keeps_a_gpu_away_is_told(monkeypatch, local_rank, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+
+    def broken(device):
+        raise RuntimeError(f"{device}: the driver is too old")
+
+    monkeypatch.setattr(ranks, "find_device", broken)
+    assert collect_ranks(SoloGroup())["gpu"] == {
+        "devices": [{"device": name, "problem": f"{name}: the driver is too old"}]
+    }
+
+
 def test_pairs_that_come_to_the_same_share_a_line(monkeypatch):
     domains = range(5)
     pairs = [((d, d), "shm") for d in domains]

@@ -12,7 +12,6 @@ import torch
 from moecomm.cli.console import Console
 from moecomm.devices.base import DeviceIdentity
 from moecomm.devices.registry import find_device
-from moecomm.errors import TransportUnavailable
 from moecomm.groups import Group
 from moecomm.topology import Topology
 from moecomm.topology_drawing import draw_topology
@@ -68,11 +67,11 @@ def _my_gpu() -> tuple[str | None, DeviceIdentity, str]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return None, DeviceIdentity(), _NO_CUDA
-    name = f"cuda:{int(os.environ.get('LOCAL_RANK', torch.cuda.current_device())) % count}"
+    name = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}"
     try:
         return name, find_device(name).identity(), ""
-    except TransportUnavailable as error:
-        return name, DeviceIdentity(), str(error)
+    except Exception as error:  # noqa: BLE001  whatever keeps a GPU away is to be told, and all ranks go on
+        return name, DeviceIdentity(), str(error) or type(error).__name__
 
 
 def _whereabouts(group: Group, peers: Sequence[Peer]) -> dict[str, Any]:
