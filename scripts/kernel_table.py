@@ -52,11 +52,12 @@ their own. Memory order counts barriers, fences and ordered or atomic accesses: 
 A kernel is launched in many forms. What the tables leave out differs from a form there in a dtype, in an alignment or
 in a size: the number of ranks, of choices or of experts, rounded up to a power of two, or a tile, those that a
 measurement may choose included. These forms are compiled, too, for sm_{further} and with the newest Triton
-(`--further`), and keep the same rules: every combination of types and options that is launched, and of each size the
-smallest and the largest, of numbers of ranks all up to 128. That none is left out is tested
-(`tests/triton/test_launched_forms.py`). Tiles that are taken only where they were measured to be the fastest may spill.
+(`--further`), and keep the same rules: every combination of types and options that is launched, but that bf16 stands
+for fp16 where both are only types of the same code; of each size the smallest and the largest, of numbers of ranks all
+up to 128. That none is left out is tested (`tests/triton/test_launched_forms.py`). Tiles that are taken only where they
+were measured to be the fastest may spill.
 
-CI fails, with Triton 3.6.0 and with the newest, for sm_80, sm_90 and sm_100, if
+CI fails, for the forms of the tables with Triton 3.6.0 and with the newest, if
 
 - a register is spilled;
 - a kernel that moves rows (marked *) loads or stores them less than 16 bytes at a time;

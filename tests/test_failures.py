@@ -182,7 +182,8 @@ def test_a_thread_that_ends_is_named(backend, phase, how):
         elif kind == "PeerFailed" and phase == 2:
             assert "CommunicatorClosed" in text  # or it saw all rows arrive before the goodbye, and lost it later
         else:
-            assert (kind, peers) == ("PeerLost", (VICTIM,)), text
+            # The other survivor may have gone, too, before this one looks.
+            assert (kind, VICTIM in peers) == ("PeerLost", True), text
             assert "lost rank 1 (pid " in text
             assert "the process has ended or closed its communicator" in text
 

@@ -54,7 +54,7 @@ def test_the_contract_of_low_latency(check, monkeypatch):
         return Communicator(group, **sizes, **limit, transport=transport, device=LateDevice())
 
     monkeypatch.setattr(low_latency, "_communicator", opened_for)
-    check(World("threads", "local", rank_counts=(1, 3), timeout=200, cases=few_cases))
+    check(World("threads", "local", rank_counts=(1, 2, 3, 4), timeout=200, cases=few_cases))
 
 
 # -- errors that the device finds --------------------------------------------------------------------------------------

@@ -60,7 +60,10 @@ def call_after_call(group, case, num_calls):
     end()
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(2, "expert_major"), (3, "expert_major"), (3, "flat")])
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [(1, "flat"), (2, "expert_major"), (3, "expert_major"), (3, "flat"), (4, "expert_major")],
+)
 def test_processes_dispatch_and_combine(num_ranks, layout):
     case = Case(num_ranks, layout, hidden=9, dtype=torch.float16, in_place=num_ranks == 3)
     launch(call_after_call, num_ranks, case, 8, backend="processes", timeout=100)

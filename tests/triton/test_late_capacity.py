@@ -39,7 +39,7 @@ def test_the_contract_of_capacity(check, monkeypatch):
         return Communicator(group, **sizes, **limits, transport=transport, device=LateDevice(5e-4 * group.rank))
 
     monkeypatch.setattr(capacity, "_communicator", opened)
-    check(World("threads", "local", rank_counts=(1, 3), timeout=200, cases=few_cases))
+    check(World("threads", "local", rank_counts=(1, 2, 3, 4), timeout=200, cases=few_cases))
 
 
 @pytest.mark.parametrize(

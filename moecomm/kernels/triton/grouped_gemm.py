@@ -135,7 +135,7 @@ def grouped_gemm_weight_gradient(
             compute=compute,
             dtypes=(left.dtype, right.dtype, out.dtype),
             rows_per_expert=segments.rows_per_expert,
-            sizes=(segments.num_experts, num_left, num_right, int(row_idx is not None)),
+            sizes=(segments.num_experts, num_left, num_right, int(row_idx is not None), int(segments.capacity > 0)),
             device=out.device,
             allows_descriptors=row_idx is None and left.dtype == compute and describable_rows(left, right),
             launch=run,
@@ -249,13 +249,14 @@ def multiply_rows(
             num_stages=shape.num_stages,
         )
 
-    options = (row_idx, row_weights, hidden, activation)
+    given = (row_idx, row_weights, hidden, activation)
+    options = (*(one is not None for one in given), segments.capacity > 0, weight.stride(2) == 1)
     shape = choose_shape(
         epilogue,
         compute=compute,
         dtypes=(x.dtype, weight.dtype, out.dtype),
         rows_per_expert=segments.rows_per_expert,
-        sizes=(num_experts, num_inner, num_columns, *(int(option is not None) for option in options)),
+        sizes=(num_experts, num_inner, num_columns, *(int(option) for option in options)),
         device=out.device,
         allows_descriptors=contiguous_dim != "none",
         launch=run,

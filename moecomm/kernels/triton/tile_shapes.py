@@ -19,7 +19,6 @@ import triton
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from moecomm.kernels.choices import Choices
-from moecomm.kernels.triton import grouped_gemm_rows, grouped_gemm_weights, segments, tile_products
 from moecomm.kernels.triton.runtime import is_interpreted
 
 __all__ = [
@@ -163,7 +162,7 @@ def choose_shape(
     Arguments:
         compute: dtype of the operands in the product.
         dtypes: of the tensors read and written.
-        sizes: all that the speed depends on besides: E, K, M, options.
+        sizes: all that the speed depends on besides: E, K, M, options, how rows and weights lie.
         allows_descriptors: whether the tensors can be described.
         launch: runs the product with a shape; it only writes what it will write anyway.
     """
@@ -210,14 +209,9 @@ def num_programs(shape: TileShape, max_tiles: int, device: torch.device) -> int:
 def source_hash() -> str:
     """Of the device code and the rules here: it changes whenever a measurement may have become wrong."""
     digest = hashlib.sha256()
-    for path in (
-        segments.__file__,
-        tile_products.__file__,
-        grouped_gemm_rows.__file__,
-        grouped_gemm_weights.__file__,
-        __file__,
-    ):
-        digest.update(Path(str(path)).read_bytes())
+    names = ("segments", "tile_products", "grouped_gemm", "grouped_gemm_rows", "grouped_gemm_weights", "descriptors")
+    for name in (*names, "tile_shapes"):
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return digest.hexdigest()
 
 

@@ -90,10 +90,11 @@ def tile_of(num_tokens: int, moves: Moves, *, is_weighted: bool = False) -> Tile
     """Whole rows where they are short, pieces of one row where they are long.
 
     For many tokens a thread moves 8 times 16 bytes, or 4 times if it computes with them; for few tokens 2 times, so
-    that there are programs for all processors. Half of that if weights take registers, too.
+    that there are programs for all processors. Half of that if weights take registers, too, and once 16 bytes in fp64.
     """
     tile_bytes = 4096 if num_tokens < _MANY_TOKENS else 16384 if moves.dtype.is_int() else 8192
-    tile_bytes //= 2 if is_weighted else 1
+    if is_weighted:
+        tile_bytes = min(tile_bytes // 2, 2048 if moves.dtype == tl.float64 else tile_bytes)
     elements = min(_MOST_COLUMNS, tile_bytes * moves.per_unit // moves.alignment)
     columns = min(elements, triton.next_power_of_2(max(1, moves.num_columns)))
     tokens = min(elements // columns, _MOST_TOKENS, triton.next_power_of_2(max(1, num_tokens)))
