@@ -38,10 +38,11 @@ from moecomm.kernels.triton.nvshmem_device import linked_with  # noqa: E402
 from moecomm.transports.nvshmem_library import NvshmemLibrary, find_library, library_in  # noqa: E402
 
 CASES = [*far_push.linked_cases(), *far_wait.linked_cases(), *captured_far.linked_cases()]
+VERSIONS = "Linked with the bitcode of NVSHMEM {nvshmem} by Triton {triton}."
 TEXT = f"""
 {kernel_table.NETWORK_TITLE}
 
-Linked with the bitcode of NVSHMEM {{nvshmem}} by Triton {{triton}}. Another command makes this part of the page, and CI
+{VERSIONS} Another command makes this part of the page, and CI
 compares it, too:
 
 ```sh
@@ -81,9 +82,14 @@ def compile_one(index: int, library: NvshmemLibrary, capability: int, cache: Pat
     return {**result, **numbers, "bitcode": bitcode.name, "faults": faults_of(compiled, result["kernel"])}
 
 
+def versions_of(results: list[dict[str, Any]]) -> dict[str, str]:
+    """What TEXT says, of one NVSHMEM."""
+    return {"nvshmem": results[0]["nvshmem"], "triton": triton.__version__}
+
+
 def part_of(results: list[dict[str, Any]]) -> str:
     """The part of the page about these results, of one NVSHMEM."""
-    text = TEXT.format(nvshmem=results[0]["nvshmem"], triton=triton.__version__)
+    text = TEXT.format(**versions_of(results))
     ordered = sorted(results, key=lambda one: (one["capability"], one["name"]))
     return "\n".join([text, *kernel_table.tables_of(ordered, "###")]).rstrip() + "\n"
 
@@ -95,13 +101,13 @@ def is_page_wrong(results: list[dict[str, Any]], *, writes: bool) -> bool:
     if writes:
         kernel_table.PAGE.write_text(before + made, encoding="utf-8")
         return False
-    (head, *tables), (head_there, *tables_there) = (part.strip().split("\n\n### ") for part in (made, title + rest))
-    if head != head_there:
+    if title and VERSIONS.format(**versions_of(results)) not in rest:
         print("docs/kernels.md is about other versions of Triton and NVSHMEM")
         return False
-    wrong = [table for table in tables if table not in tables_there]
-    for table in wrong:
-        print(f"docs/kernels.md is not what scripts/nvshmem_cubins.py --write makes of the kernels: {table}")
+    parts, parts_there = (part.strip().split("\n\n### ") for part in (made, title + rest))
+    wrong = [part for part in parts if part not in parts_there]
+    for part in wrong:
+        print(f"docs/kernels.md is not what scripts/nvshmem_cubins.py --write makes of the kernels: {part}")
     return bool(wrong)
 
 
@@ -116,6 +122,8 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=cache, metavar="FOLDER", help="results that may be used again")
     args = parser.parse_args()
 
+    if args.write and len(args.folders) > 1:
+        parser.error("--write: the page is about one NVSHMEM")
     libraries = [library_in([folder]) for folder in args.folders] or [find_library()]
     for library in libraries:
         if library.problem:

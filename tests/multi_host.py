@@ -50,14 +50,11 @@ class RanksOnHosts:
         assert num_ranks == self.several, f"{num_ranks} ranks, but the hosts have {self.several}"
         if not self._workers:
             self._start()
-        for worker in self._workers:
-            worker.channel.send_bytes(pickle.dumps((fn, (self.transport, *args))))
-        deadline = time.monotonic() + timeout
-        if meanwhile is not None:
-            said = [worker.answer(deadline - time.monotonic()) for worker in self._workers]
-            assert said == [BEGUN] * num_ranks, said
-            meanwhile()
-        answers = [worker.answer(deadline - time.monotonic()) for worker in self._workers]
+        try:
+            answers = self._ask(pickle.dumps((fn, (self.transport, *args))), meanwhile, time.monotonic() + timeout)
+        except BaseException:
+            self.stop()  # or the next function would be given the answers to this one
+            raise
         texts = {rank: answer.text for rank, answer in enumerate(answers) if isinstance(answer, PackedError)}
         answers = [answer.unpack() if isinstance(answer, PackedError) else answer for answer in answers]
         failures = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}
@@ -66,6 +63,15 @@ class RanksOnHosts:
         if failures and not return_exceptions:
             raise RankFailure(failures, texts)
         return answers
+
+    def _ask(self, message, meanwhile, deadline):
+        for worker in self._workers:
+            worker.channel.send_bytes(message)
+        if meanwhile is not None:
+            said = [worker.answer(deadline - time.monotonic()) for worker in self._workers]
+            assert said == [BEGUN] * len(said), "\n".join(getattr(one, "text", str(one)) for one in said)
+            meanwhile()
+        return [worker.answer(deadline - time.monotonic()) for worker in self._workers]
 
     def _start(self):
         try:

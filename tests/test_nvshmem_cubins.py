@@ -134,3 +134,36 @@ def test_a_missing_barrier_is_a_fault(lines, words):
 
 def test_a_kernel_that_calls_nothing_of_nvshmem_is_not_judged():
     assert faults(STORE, "call.uni (retval0), another, (param0);") == []
+
+
+PAGE = """import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import kernel_table, nvshmem_cubins
+kernel_table.PAGE = Path(sys.argv[2])
+kernel_table.tables_of = lambda results, level: [f"{level} sm_{one['capability']}\\n\\ntable\\n" for one in results]
+results = [{"nvshmem": sys.argv[4], "capability": number, "name": "a"} for number in (90, 100)]
+print(nvshmem_cubins.is_page_wrong(results, writes=sys.argv[3] == "write"))
+"""
+
+
+@needs_triton
+def test_a_page_that_says_what_is_not_so_is_wrong(tmp_path):
+    page = tmp_path / "kernels.md"
+    page.write_text("# Kernels\n\nOther tables\n", encoding="utf-8")
+
+    def is_wrong(how="compare", version="3.4.5"):
+        done = run_program("-c", PAGE, SCRIPT.parent, page, how, version)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1] == "True"
+
+    assert is_wrong()  # there is no such part
+    assert not is_wrong("write")
+    assert not is_wrong()
+    right = page.read_text(encoding="utf-8")
+    assert right.startswith("# Kernels\n\nOther tables\n")
+    for old, new in (("sm_90\n\ntable", "sm_90\n\nchair"), ("NVSHMEM moves rows by itself", "Nothing moves")):
+        assert old in right
+        page.write_text(right.replace(old, new), encoding="utf-8")
+        assert is_wrong()
+        assert not is_wrong(version="3.8.0")

@@ -55,6 +55,7 @@ _LANE_NAMES = (
     "has not granted receive memory",
     "has not sent its rows over rails",
     "has not finished its part",
+    "has not sent its answers over rails",
 )
 
 

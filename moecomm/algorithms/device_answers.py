@@ -28,7 +28,7 @@ class Asked(NamedTuple):
 
     Attributes:
         domains: `[T, P]` int32: which domain answers for this slot with a row of its own; -1: none.
-        is_whole: `[T, 1]` bool: the first slot's row is the token's sum.
+        is_whole: `[T, 1]` bool: the row of the first slot that is a route is the token's sum.
     """
 
     domains: torch.Tensor

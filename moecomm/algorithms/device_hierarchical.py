@@ -80,7 +80,12 @@ class DeviceHierarchical(Rendezvous):
         per_host: bool = False,
     ) -> Call:
         what: dict[str, Any] = {"topk_weights": topk_weights, "values": values}
-        if not row_format.hidden:  # values alone are fewest bytes from rank to rank
+        if per_host and not row_format.is_plain:
+            raise ValueError(
+                "reduce: 'per_host' adds up sums of other domains, which no codec has written; use 'exact'"
+            )
+        # Values alone are fewest bytes from rank to rank; and rows that a codec has written cannot be added to sums.
+        if not row_format.hidden or not row_format.is_plain:
             return super().begin_combine(y, routing, row_format, **what, may_change=may_change)
         exchange, rails, kind = self._exchange, self._rails, _KINDS[per_host]
         costs = kind.costs(rails, routing, row_format, **what)

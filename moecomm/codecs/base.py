@@ -63,6 +63,9 @@ class RowFormat(abc.ABC):
     plane_bytes: tuple[int, ...]
     """Bytes per row of each plane."""
 
+    is_plain: ClassVar[bool] = False
+    """Whether the one plane holds the row's own numbers, so that sums of rows can stand beside rows."""
+
     def __init__(self, hidden: int, dtype: torch.dtype, codec_code: int) -> None:
         self.hidden = hidden
         self.dtype = dtype

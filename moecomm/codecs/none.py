@@ -20,6 +20,8 @@ __all__ = ["NoCodec"]
 class PlainRows(RowFormat):
     """One plane: the row itself."""
 
+    is_plain = True
+
     def __init__(self, hidden: int, dtype: torch.dtype, kernels: RowKernels | None = None) -> None:
         super().__init__(hidden, dtype, NoCodec.code)
         self.plane_bytes = (hidden * dtype.itemsize,)

@@ -214,7 +214,8 @@ class OrderedQueue(Queue):
     def wait_beside(self, rank: int, lane: int, sequence: int) -> None:
         """What is given beside for a rank from now on comes after its signal for the call, and after all work so far.
 
-        No other work waits for that, but the next `signal_all`: it comes behind what has been given beside.
+        No other work waits for that, but the next `signal_all` that is not beside itself: it comes behind what has been
+        given beside.
         """
         raise AssertionError("all ranks' memory has an address on this device")
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moecomm import Communicator, MemoryLimitExceeded, PeerFailed, PeerTimeout
 from moecomm.algorithms.calls import LANE_CROSSED
+from moecomm.codecs.none import PlainRows
 from moecomm.kernels.registry import wire_kernels_for
 from moecomm.testing import with_duplicates
 from moecomm.testing.compare import assert_bitwise_equal
@@ -162,6 +164,28 @@ def round_to_zero(group):
 
 def test_sums_come_as_they_are_with_the_sign_of_a_zero():
     assert run(round_to_zero, 2, 1) == [(0.0, True)] * 2
+
+
+def rows_of_a_codec(group):
+    """Rows that a codec has written go home as they are: rails could not add them up, nor home their sums to rows."""
+    device = OwnDevice(group)
+    with (
+        mock.patch.object(PlainRows, "is_plain", False),
+        opened(group, device, algorithm="hierarchical") as comm,
+    ):
+        x, ids = torch.full((1, 24), 2.0), torch.tensor([[3, 4, 5]] if comm.rank == 0 else [[0, 1, 2]])
+        received = comm.dispatch(x, ids)
+        with pytest.raises(ValueError, match="'per_host' adds up sums of other domains, which no codec has written"):
+            comm.combine(received.x, received.handle, reduce="per_host")
+        before = comm.stats["bytes_between_hosts"]
+        assert torch.equal(comm.combine(received.x, received.handle), 3 * x)
+        came = comm.stats["bytes_between_hosts"] - before
+    device.end()
+    return came
+
+
+def test_rows_of_a_codec_come_home_from_rank_to_rank():
+    assert run(rows_of_a_codec, 2, 1) == [3 * 96] * 2
 
 
 def test_auto_takes_the_way_of_fewer_bytes():

@@ -25,5 +25,6 @@ def watch(name, called):
 
 
 def unwatch(name):
-    for kernels in (kernels_for(name), eager_kernels_for(name)):
-        vars(kernels).clear()
+    for kernels, contract in ((kernels_for(name), RowKernels), (eager_kernels_for(name), EagerKernels)):
+        for method in methods_of(contract):
+            delattr(kernels, method)
