@@ -139,6 +139,8 @@ def signals_of(num_ranks):
     wire = Wire(rank=0, boards=boards, pes=pes, board=FAR, num_slots=2)
     for at_least in (1, torch.zeros(1, dtype=torch.int64)):
         far_wait.far_wait(wire, 0, at_least, status=status, timeout_ns=1)
+    some = torch.ones(num_ranks, dtype=torch.int32)
+    far_wait.far_wait(wire, 0, 1, status=status, timeout_ns=1, awaited=some)
 
 
 def put_runs():
