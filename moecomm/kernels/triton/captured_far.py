@@ -14,6 +14,7 @@ this one (docs/gpu-low-latency.md).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -32,6 +33,7 @@ from moecomm.kernels.triton.nvshmem_device import fence, launch_linked, put, put
 __all__ = ["linked_cases", "put_messages", "put_messages_kernel", "put_outputs", "put_outputs_kernel"]
 
 _ELEMENTS = 2048
+_MOST_REGISTERS = 128  # of a thread; without a limit `ptxas` may spill to fit one more block
 
 
 @triton.jit
@@ -224,6 +226,7 @@ def put_outputs(
         *(control.rank, control.num_ranks, control.boards, wire.pes, wire.board, wire.lane(operation.slot)),
         control.status,
         **_tile(num_experts),
+        maxnreg=_MOST_REGISTERS,
     )
 
 
@@ -239,7 +242,8 @@ def linked_cases() -> list[CompileCase]:
     types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys(narrow, "*i32")}
     types |= dict.fromkeys(("num_experts", "num_local", "rank", "num_ranks"), "i32")
     cases = [_case("put_messages", put_messages_kernel, types, {})]
-    return cases + [_case(f"put_outputs {e} experts", put_outputs_kernel, types, _tile(e)) for e in (2, 256, 512)]
+    puts = [_case(f"put_outputs {e} experts", put_outputs_kernel, types, _tile(e)) for e in (2, 256, 512)]
+    return cases + [replace(case, max_registers=_MOST_REGISTERS) for case in puts]
 
 
 def _case(name: str, kernel: Any, types: dict[str, str], constants: dict[str, int]) -> CompileCase:
