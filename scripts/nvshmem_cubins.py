@@ -7,7 +7,7 @@ scripts/nvshmem_cubins.py --write            writes the part of docs/kernels.md 
 scripts/nvshmem_cubins.py --json FILE        writes what came out to FILE, and always ends with 0; for tests
 
 A kernel is at fault if it does not become a cubin, if a function is left without a body, if NVSHMEM's state is not in
-it (which `nvshmemx_cumodule_init` fills in), or if it breaks a rule of ptx_rules.py: block barriers
+it (which `nvshmemx_cumodule_init` fills in), or if it breaks a rule of ptx_rules.py: no spills, and block barriers
 beside releases, acquires and what it calls. So is docs/kernels.md, if what it says of these versions is not so.
 """
 
@@ -50,8 +50,7 @@ scripts/nvshmem_cubins.py --write
 ```
 
 Registers and spilled bytes are those of a kernel with what it calls; loads, stores and memory order are the kernel's
-own: NVSHMEM moves rows by itself, and no rule looks into it; newer ones spill some bytes, which is no fault here. For
-the kernels the rules of memory order above hold, and one more: a
+own: NVSHMEM moves rows by itself, and no rule looks into it. For the kernels the rules above hold, and one more: a
 block barrier stands between stores and what puts or signals them, and behind what waits for puts or makes them visible.
 """
 OF_CUDA = ("vprintf", "__assertfail")
@@ -63,7 +62,7 @@ def faults_of(compiled: Compiled, kernel: str) -> list[str]:
     faults = [f"{name} has no body" for name in WITHOUT_BODY.findall(compiled.ptx) if name not in OF_CUDA]
     if not re.search(r"^\.visible\s+\.const\b.*\bnvshmemi_device_state_d\b", compiled.ptx, re.MULTILINE):
         faults.append("NVSHMEM's state is not in it")
-    faults += ptx_rules.network_faults(compiled.ptx)
+    faults += ptx_rules.spill_faults(compiled.log, kernel) + ptx_rules.network_faults(compiled.ptx)
     return faults + ptx_rules.release_faults(compiled.ptx, kernel) + ptx_rules.acquire_faults(compiled.ptx, kernel)
 
 
