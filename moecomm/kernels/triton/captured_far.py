@@ -14,7 +14,6 @@ this one (docs/gpu-low-latency.md).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import triton
@@ -28,12 +27,11 @@ from moecomm.kernels.triton.captured_messages import MessageLayout, Windows, win
 from moecomm.kernels.triton.captured_state import Control, Operation
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.lanes import FAILED
-from moecomm.kernels.triton.nvshmem_device import fence, launch_linked, put, put_signal, signal
+from moecomm.kernels.triton.nvshmem_device import MOST_REGISTERS, fence, launch_linked, put, put_signal, signal
 
 __all__ = ["linked_cases", "put_messages", "put_messages_kernel", "put_outputs", "put_outputs_kernel"]
 
 _ELEMENTS = 2048
-_MOST_REGISTERS = 128  # of a thread; without a limit `ptxas` may spill to fit one more block
 
 
 @triton.jit
@@ -226,7 +224,6 @@ def put_outputs(
         *(control.rank, control.num_ranks, control.boards, wire.pes, wire.board, wire.lane(operation.slot)),
         control.status,
         **_tile(num_experts),
-        maxnreg=_MOST_REGISTERS,
     )
 
 
@@ -242,11 +239,12 @@ def linked_cases() -> list[CompileCase]:
     types = {**dict.fromkeys(wide, "*i64"), **dict.fromkeys(narrow, "*i32")}
     types |= dict.fromkeys(("num_experts", "num_local", "rank", "num_ranks"), "i32")
     cases = [_case("put_messages", put_messages_kernel, types, {})]
-    puts = [_case(f"put_outputs {e} experts", put_outputs_kernel, types, _tile(e)) for e in (2, 256, 512)]
-    return cases + [replace(case, max_registers=_MOST_REGISTERS) for case in puts]
+    return cases + [_case(f"put_outputs {e} experts", put_outputs_kernel, types, _tile(e)) for e in (2, 256, 512)]
 
 
 def _case(name: str, kernel: Any, types: dict[str, str], constants: dict[str, int]) -> CompileCase:
     types = {**types, **dict.fromkeys(constants, "constexpr")}
     signature = {argument: types.get(argument, "i64") for argument in kernel.arg_names}
-    return CompileCase(name=name, kernel=kernel, signature=signature, constexprs=constants)
+    return CompileCase(
+        name=name, kernel=kernel, signature=signature, constexprs=constants, max_registers=MOST_REGISTERS
+    )

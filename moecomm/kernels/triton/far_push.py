@@ -19,6 +19,7 @@ from moecomm.kernels.far_runs import Memory, Runs
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.lanes import FAILED, SEEN, release_lane
 from moecomm.kernels.triton.nvshmem_device import (
+    MOST_REGISTERS,
     fence,
     launch_linked,
     put,
@@ -231,6 +232,7 @@ def linked_cases() -> list[CompileCase]:
         CompileCase(
             name=f"far_push with {parts} per rank{', unless a wait has failed' if status else ''}",
             kernel=far_push_kernel,
+            max_registers=MOST_REGISTERS,
             signature={
                 **dict.fromkeys(["runs", "starts", "boards", "status"], "*i64"),
                 **dict.fromkeys(["source", "region", "board", "lane", "n"], "i64"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from moecomm.kernels.triton.compile_case import CompileCase
 from moecomm.kernels.triton.far_push import check_status
 from moecomm.kernels.triton.lanes import acquire_lanes, acquire_some_lanes
-from moecomm.kernels.triton.nvshmem_device import launch_linked, refresh
+from moecomm.kernels.triton.nvshmem_device import MOST_REGISTERS, launch_linked, refresh
 from moecomm.kernels.triton.runtime import check_device
 from moecomm.kernels.triton.signals import expected_of
 from moecomm.kernels.wire import Wire
@@ -99,6 +99,7 @@ def linked_cases() -> list[CompileCase]:
         CompileCase(
             name=f"far_wait {ranks} ranks{', value in memory' * from_memory}{', some alone' * is_some}",
             kernel=far_wait_kernel,
+            max_registers=MOST_REGISTERS,
             signature={
                 **dict.fromkeys(["board", "slot", "at_least", "timeout_ns"], "i64"),
                 **dict.fromkeys(["expected", "status"], "*i64"),

@@ -31,6 +31,7 @@ from moecomm.kernels.triton.runtime import NUM_WARPS, is_interpreted, launch
 from moecomm.kernels.wire import DeviceLibrary
 
 __all__ = [
+    "MOST_REGISTERS",
     "Network",
     "fence",
     "interpret_with",
@@ -42,6 +43,9 @@ __all__ = [
     "refresh",
     "signal",
 ]
+
+MOST_REGISTERS = 128
+"""Of a thread, in every kernel that calls NVSHMEM: without a limit `ptxas` spills some to make room for more blocks."""
 
 _BINDINGS = Path(__file__).with_suffix(".ll")
 _INT64, _INT32 = tl.int64, tl.int32
@@ -193,6 +197,7 @@ def launch_linked(
         raise ValueError(f"library is None; {kernel.__name__} must be linked with NVSHMEM")
     options = {
         "num_warps": NUM_WARPS,
+        "maxnreg": MOST_REGISTERS,
         "enable_fp_fusion": False,
         "extern_libs": linked_with(library.bitcode),
         **constexprs,
